@@ -1,0 +1,1 @@
+"""RL post-training strategies on Megatron-Core and Ray."""

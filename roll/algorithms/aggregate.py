@@ -1,0 +1,61 @@
+"""From a per-token loss to the scalar that one micro-batch contributes.
+
+The denominator is counted once over the whole step (all data-parallel ranks, all micro-batches) and handed in as
+`LossNormalizers`, so contributions and their gradients are plain sums: no mean of means, no factor for the number of
+micro-batches or ranks.
+
+Shapes: B rows, S padded length.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from roll.algorithms.masking import masked_mean, masked_sum
+from roll.protocol.normalizers import LossNormalizers
+
+LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+
+
+def aggregate_loss(
+    per_token_loss: Tensor, mask: Tensor, normalizers: LossNormalizers, mode: LossAggregation = "token-mean"
+) -> Tensor:
+    """The part of the step's loss that these rows contribute: summed over micro-batches and ranks it is the loss.
+
+    - `token-mean`: sum over tokens / tokens of the step.
+    - `seq-mean-token-sum`: sum over tokens / sequences of the step.
+    - `seq-mean-token-mean`: sum over rows of the row's token mean / sequences of the step. A row is never divided
+      between micro-batches, so its own mean is known here.
+
+    Sequences are the rows with at least one loss token. The same function sums up metrics, e.g. the step's mean ratio.
+
+    Example: two micro-batches with losses [[1, 2]] and [[6, _]] (`_` masked) have tokens 3, sequences 2. They
+    contribute 1 + 2 = 3 (token-mean), 1.5 + 3 = 4.5 (seq-mean-token-sum), 0.75 + 3 = 3.75 (seq-mean-token-mean).
+
+    A micro-batch without loss tokens, and a step without any, give exactly 0 that can be backpropagated: the rank still
+    takes part in every collective.
+
+    Args:
+        per_token_loss: [B, S-1] floating point; may hold anything where masked.
+        mask: [B, S-1].
+        normalizers: counts over the whole step.
+
+    Returns:
+        A scalar of the loss's dtype.
+
+    Raises:
+        ValueError: unknown mode, unequal shapes, or loss tokens here although the step counts none.
+    """
+    if mode not in get_args(LossAggregation):
+        raise ValueError(f"loss_agg must be one of {', '.join(get_args(LossAggregation))}, got {mode!r}")
+    if normalizers.tokens == 0 or normalizers.sequences == 0:
+        if present := int((mask != 0).sum()):
+            raise ValueError(f"the micro-batch has {present} loss tokens, but its step is counted as {normalizers}")
+        return masked_sum(per_token_loss, mask)
+    if mode == "token-mean":
+        return masked_sum(per_token_loss, mask) / normalizers.tokens
+    if mode == "seq-mean-token-sum":
+        return masked_sum(per_token_loss, mask) / normalizers.sequences
+    return masked_mean(per_token_loss, mask, dim=1).sum() / normalizers.sequences

@@ -1,0 +1,60 @@
+"""A model that is split over ranks, read from and written in the Hugging Face layout.
+
+Nothing here holds the whole model: a rank reads only its own slices, and writes one file's worth of tensors at a time.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+
+from roll.checkpoint.folders import begin_folder, finish_folder
+from roll.checkpoint.hf_writer import MAX_SHARD_BYTES, ShardWriter, copy_tokenizer, write_config, write_index
+from roll.checkpoint.tensor_sources import TensorSource
+from roll.config import ModelConfig
+from roll.models.hf_mapping import export_hf_tensors, mapped_parameters
+from roll.parallel.state import ParallelState
+
+
+def load_weights(model: GPTModel, head: str, source: TensorSource, state: ParallelState) -> None:
+    """Fill this rank's part of the model from `source`."""
+    with torch.no_grad():
+        for mapped in mapped_parameters(model, head):
+            for name, part in zip(mapped.hf_names, mapped.parts(), strict=True):
+                part.copy_(source.part(name, mapped.dim, state.at.tp, state.degrees.tp))
+
+
+def save_hf(
+    folder: Path,
+    model: GPTModel,
+    head: str,
+    config: ModelConfig,
+    state: ParallelState,
+    *,
+    tokenizer_from: Path,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write the model as a Hugging Face folder. Collective over all ranks; the folder appears when it is complete.
+
+    The leading rank of each pipeline stage writes its own layers. Tokenizer files of `tokenizer_from` are copied along.
+    """
+    unfinished = [begin_folder(folder) if state.rank == 0 else None]
+    dist.broadcast_object_list(unfinished, src=0)
+    assert unfinished[0] is not None
+    writer = ShardWriter(unfinished[0], f"model-stage{state.at.pp:02d}", max_shard_bytes)
+    writes = state.at.tp == state.at.cp == state.at.dp == 0
+    for name, tensor in export_hf_tensors(model, head, state.tp):
+        if writes:
+            writer.add(name, tensor)
+    writer.flush()
+    written: list[dict[str, str]] = [{} for _ in range(state.degrees.world_size)]
+    dist.all_gather_object(written, writer.file_of)
+    if state.rank == 0:
+        write_index(unfinished[0], written)
+        write_config(unfinished[0], config, next(model.parameters()).dtype)
+        copy_tokenizer(tokenizer_from, unfinished[0])
+        finish_folder(unfinished[0], folder)
+    dist.barrier()

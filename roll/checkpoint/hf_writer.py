@@ -1,0 +1,74 @@
+"""Writes a Hugging Face folder: safetensors of a limited size, their index, config.json and the tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from roll.checkpoint.tensor_sources import INDEX, SINGLE
+from roll.config import ModelConfig
+
+MAX_SHARD_BYTES = 2 << 30
+TOKENIZER_FILES = ("vocab.json", "merges.txt", "chat_template.jinja")  # Those without "token" in their names.
+
+
+class ShardWriter:
+    """Collects tensors up to a size and writes each collection as one safetensors file.
+
+    `prefix` keeps the files of several writers (one per pipeline stage) apart.
+    """
+
+    def __init__(self, folder: Path, prefix: str = "model", max_bytes: int = MAX_SHARD_BYTES) -> None:
+        self.folder, self.prefix, self.max_bytes = folder, prefix, max_bytes
+        self.file_of: dict[str, str] = {}
+        """Tensor name to the file that holds it, of the files written so far."""
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+        self._files = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if self._pending and self._pending_bytes + tensor.nbytes > self.max_bytes:
+            self.flush()
+        # A copy: parts of one parameter share memory, which safetensors refuses.
+        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._pending_bytes += tensor.nbytes
+
+    def flush(self) -> None:
+        """Write what is pending."""
+        if not self._pending:
+            return
+        file_name = f"{self.prefix}-{self._files:05d}.safetensors"
+        save_file(self._pending, self.folder / file_name, metadata={"format": "pt"})
+        self.file_of |= dict.fromkeys(self._pending, file_name)
+        self._pending, self._pending_bytes, self._files = {}, 0, self._files + 1
+
+
+def write_index(folder: Path, written: Iterable[Mapping[str, str]]) -> None:
+    """The index over the files of all writers; a single file needs none and gets the single file's name."""
+    file_of = {name: file for part in written for name, file in part.items()}
+    files = sorted(set(file_of.values()))
+    if len(files) == 1:
+        os.replace(folder / files[0], folder / SINGLE)
+        return
+    total = sum((folder / file).stat().st_size for file in files)
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": file_of}, indent=2))
+
+
+def write_config(folder: Path, config: ModelConfig, dtype: torch.dtype) -> None:
+    """config.json, as other libraries read it."""
+    content = config.to_hf_dict() | {"dtype": str(dtype).removeprefix("torch.")}
+    (folder / "config.json").write_text(json.dumps(content, indent=2))
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """The tokenizer's files of a Hugging Face folder, if it has any."""
+    for path in source.iterdir():
+        if path.is_file() and ("token" in path.name or path.name in TOKENIZER_FILES):
+            shutil.copy2(path, target / path.name)

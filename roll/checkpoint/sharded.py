@@ -1,0 +1,42 @@
+"""Complete training state, saved and loaded in parallel by every rank, under any degrees.
+
+Megatron-Core's dist_checkpointing does the work: each tensor is stored with its place in the whole, so a checkpoint
+made at tp 2 is read at pp 2.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+
+from roll.checkpoint.folders import begin_folder, finish_folder
+
+# Optimizer state is stored by parameter, not by the flat buffer of one data-parallel layout, so that it can be read
+# under other degrees.
+OPTIMIZER_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+def save_sharded(folder: Path, state_dict: dict[str, Any]) -> None:
+    """Write a sharded state dict. Collective; the folder appears when every rank has written its part."""
+    unfinished = [begin_folder(folder) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(unfinished, src=0)
+    dist_checkpointing.save(state_dict, str(unfinished[0]))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        assert unfinished[0] is not None
+        finish_folder(unfinished[0], folder)
+    dist.barrier()
+
+
+def load_sharded(folder: Path, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Fill a sharded state dict of this rank's layout from a checkpoint and return the plain state dict.
+
+    Raises:
+        ValueError: the folder is not a complete checkpoint.
+    """
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
+        raise ValueError(f"{folder} is not a complete checkpoint (an interrupted save leaves `*.unfinished`)")
+    return dist_checkpointing.load(state_dict, str(folder))

@@ -1,0 +1,124 @@
+"""Where a model's initial tensors come from: a Hugging Face folder, or a seed.
+
+A folder has `config.json`, the tokenizer's files, and safetensors: either one `model.safetensors` or several files with
+`model.safetensors.index.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from roll.config import ModelConfig
+from roll.models.hf_layout import hf_shapes
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+class TensorSource(Protocol):
+    """Gives the tensors of one model, or a rank's part of them."""
+
+    def part(self, name: str, dim: int | None, index: int, count: int) -> Tensor:
+        """Part `index` of `count` equal parts of the tensor along `dim`; all of it where `dim` is None."""
+
+
+class HfFolder:
+    """The tensors of a Hugging Face folder.
+
+    Raises:
+        ValueError: there are no weights, or the index names a file that is not there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        index = folder / INDEX
+        if index.is_file():
+            self._file_of: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
+        elif (folder / SINGLE).is_file():
+            with safe_open(folder / SINGLE, framework="pt") as file:
+                self._file_of = dict.fromkeys(file.keys(), SINGLE)
+        else:
+            raise ValueError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX}")
+        absent = sorted(name for name in set(self._file_of.values()) if not (folder / name).is_file())
+        if absent:
+            raise ValueError(f"{folder}: {INDEX} names files that are not there: {', '.join(absent)}")
+
+    def check(self, model: ModelConfig, head: str) -> None:
+        """Compare names and shapes with the model's.
+
+        A value head that is not there is started anew, and a language model's output is not read for one.
+
+        Raises:
+            ValueError: tensors are missing, unknown or of another shape; all of them are listed.
+        """
+        expected, found = hf_shapes(model, head), self.shapes()
+        optional = {"v_head.weight", "output.weight"} if head == "value" else {"v_head.weight"}
+        problems = [f"missing: {name}" for name in sorted(expected.keys() - found.keys() - optional)]
+        problems += [f"unknown: {name}" for name in sorted(found.keys() - expected.keys() - optional)]
+        problems += [
+            f"shape: {name} is {found[name]}, the config asks for {shape}"
+            for name, shape in expected.items()
+            if name in found and found[name] != shape
+        ]
+        if problems:
+            raise ValueError(f"{self.folder} does not fit its config.json:\n  " + "\n  ".join(problems))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor, from the files' headers."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for file_name in sorted(set(self._file_of.values())):
+            with safe_open(self.folder / file_name, framework="pt") as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        return shapes
+
+    def part(self, name: str, dim: int | None, index: int, count: int) -> Tensor:
+        if name not in self._file_of:
+            assert name == "v_head.weight", name  # `check` has refused everything else.
+            return torch.zeros(())
+        with safe_open(self.folder / self._file_of[name], framework="pt") as file:
+            whole = file.get_slice(name)
+            if dim is None:
+                return whole[:]
+            size = whole.get_shape()[dim] // count
+            rows = slice(index * size, (index + 1) * size)
+            return whole[rows] if dim == 0 else whole[:, rows]
+
+
+class RandomTensors:
+    """Fresh weights: normal with the config's `initializer_range`, norms one, the value head zero.
+
+    Each tensor is drawn whole from a generator of its own, seeded by `seed` and its name, so that a model starts the
+    same under every parallel mode.
+    """
+
+    def __init__(self, model: ModelConfig, head: str, seed: int) -> None:
+        self.shapes = hf_shapes(model, head)
+        self.std = model.initializer_range
+        self.seed = seed
+
+    def part(self, name: str, dim: int | None, index: int, count: int) -> Tensor:
+        shape = self.shapes[name]
+        if len(shape) == 1:
+            return torch.ones(shape)
+        if name == "v_head.weight":
+            return torch.zeros(shape)
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed}/{name}".encode()))
+        whole = torch.normal(0.0, self.std, shape, generator=generator)
+        return whole if dim is None else whole.chunk(count, dim=dim)[index]
+
+
+def tensor_source(folder: Path, model: ModelConfig, *, init: str, head: str, seed: int) -> TensorSource:
+    """The weights in `folder` for `init` load, checked against the model; fresh ones from `seed` for random."""
+    if init == "random":
+        return RandomTensors(model, head, seed)
+    source = HfFolder(folder)
+    source.check(model, head)
+    return source

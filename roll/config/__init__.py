@@ -1,0 +1,51 @@
+"""Typed settings: pydantic models, YAML files with dotted overrides, and every check that needs no process.
+
+Importing this package loads neither torch nor Ray.
+"""
+
+from roll.config.algorithm import KLSettings, PPOSettings
+from roll.config.load import dump_config, load_config
+from roll.config.micro_batch import MicroBatchSettings
+from roll.config.model import ModelConfig, check_parallel
+from roll.config.optimizer import OptimizerSettings
+from roll.config.parallel import ParallelSettings
+from roll.config.ppo import ModelSource, PPOConfig, RaySettings, Role, TaskSettings
+from roll.config.problems import ConfigError, Problem
+from roll.config.roles import (
+    ReferenceSettings,
+    RewardSettings,
+    RolloutSettings,
+    TrainRoleSettings,
+    WarmStartSettings,
+)
+from roll.config.settings import Settings
+from roll.config.strategy import DType, Head, StrategyName, StrategySettings
+
+__all__ = [
+    "ConfigError",
+    "DType",
+    "Head",
+    "KLSettings",
+    "MicroBatchSettings",
+    "ModelConfig",
+    "ModelSource",
+    "OptimizerSettings",
+    "PPOConfig",
+    "PPOSettings",
+    "ParallelSettings",
+    "Problem",
+    "RaySettings",
+    "ReferenceSettings",
+    "RewardSettings",
+    "Role",
+    "RolloutSettings",
+    "Settings",
+    "StrategyName",
+    "StrategySettings",
+    "TaskSettings",
+    "TrainRoleSettings",
+    "WarmStartSettings",
+    "check_parallel",
+    "dump_config",
+    "load_config",
+]

@@ -1,0 +1,183 @@
+"""What the settings of a PPO run must agree on, across its sections.
+
+Each check compares a few settings and names them with their values. A check is skipped if one of its settings is
+unusable in itself (see `run_checks`), so checks are kept small and there is one per role rather than a loop inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+from roll.config.model import ModelConfig, model_split_checks, world_size_checks
+from roll.config.problems import Check, ConfigError, Problem, UnavailableError, run_checks
+from roll.config.roles import ModelRoleSettings
+
+if TYPE_CHECKING:
+    from roll.config.ppo import PPOConfig
+
+MODEL_ROLES = ("warm_start", "actor", "critic", "reference")
+TRAIN_ROLES = ("actor", "critic")
+
+# An adaptive KL weight changes by at most this fraction of (rows of a step / horizon); see roll.algorithms.kl.
+LARGEST_KL_ERROR = 0.2
+
+
+def ppo_checks(config: PPOConfig) -> Iterator[Check]:
+    """All checks across the sections of `config`."""
+    yield partial(_model_folder_is_usable, config)
+    yield partial(_warm_start_belongs_to_config, config)
+    for role in MODEL_ROLES:
+        yield partial(_model_fits_ranks, config, role)
+        yield partial(_degrees_fit_world_size, config, role)
+        yield partial(_row_fits_budget, config, role)
+    yield partial(_sequence_fits_context, config)
+    yield partial(_prompts_suffice, config)
+    yield partial(_rows_make_mini_batches, config)
+    for role in ("actor", "critic", "reference"):
+        yield partial(_rows_divide_over_ranks, config, role)
+    yield partial(_rows_divide_over_rollout, config)
+    for role in TRAIN_ROLES:
+        yield partial(_mini_batch_divides_over_ranks, config, role)
+    yield partial(_warm_start_batch_divides_over_ranks, config)
+    yield partial(_problems_suffice_for_warm_start, config)
+    yield partial(_kl_horizon_is_long_enough, config)
+
+
+def _role(config: PPOConfig, role: str) -> ModelRoleSettings:
+    settings = getattr(config, role)
+    if settings is None:
+        raise UnavailableError(f"there is no {role}")
+    return settings
+
+
+def _architecture(config: PPOConfig) -> ModelConfig:
+    if config.model.path is None and config.model.config is None:
+        raise UnavailableError("there is no model")
+    try:
+        return config.model.architecture
+    except ConfigError as error:  # what _model_folder_is_usable reports
+        raise UnavailableError("the model folder is not usable") from error
+
+
+def _data_parallel_size(config: PPOConfig, role: str) -> int:
+    settings = _role(config, role)
+    if settings.world_size % settings.parallel.model_parallel_size:
+        raise UnavailableError(f"the degrees of {role} do not fit its world size")
+    return settings.data_parallel_size
+
+
+def _model_folder_is_usable(config: PPOConfig) -> Iterator[Problem]:
+    if config.model.path is None or config.model.config is not None:
+        return
+    try:
+        ModelConfig.from_folder(config.model.path)
+    except ConfigError as error:
+        for problem in error.problems:
+            yield Problem("model.path", str(problem))
+
+
+def _warm_start_belongs_to_config(config: PPOConfig) -> Iterator[Problem]:
+    path, architecture = config.model.path, config.model.config
+    if architecture is not None and config.warm_start is None:
+        yield Problem("warm_start", "model.config is set, so the warm start has to make the weights; got null")
+    if architecture is None and path is not None and config.warm_start is not None:
+        yield Problem("warm_start", f"must be null, because the weights are those of model.path {str(path)!r}")
+
+
+def _model_fits_ranks(config: PPOConfig, role: str) -> Iterator[Problem]:
+    checks = model_split_checks(_architecture(config), _role(config, role).parallel)
+    yield from _under(role, checks)
+
+
+def _degrees_fit_world_size(config: PPOConfig, role: str) -> Iterator[Problem]:
+    settings = _role(config, role)
+    checks = world_size_checks(settings.parallel, settings.world_size)
+    yield from _under(role, checks)
+
+
+def _under(role: str, checks: Iterator[Check]) -> Iterator[Problem]:
+    return (problem.under(role) for problem in run_checks(checks))
+
+
+def _row_fits_budget(config: PPOConfig, role: str) -> Iterator[Problem]:
+    budget = _role(config, role).micro_batch.max_tokens
+    longest = config.task.max_prompt_tokens + config.rollout.max_new_tokens
+    if budget is not None and budget < longest:
+        yield Problem(f"{role}.micro_batch.max_tokens", f"{budget} is less than one row, {_longest_row(config)}")
+
+
+def _sequence_fits_context(config: PPOConfig) -> Iterator[Problem]:
+    context = _architecture(config).max_position_embeddings
+    if config.task.max_prompt_tokens + config.rollout.max_new_tokens > context:
+        longest = _longest_row(config)
+        yield Problem("task.max_prompt_tokens", f"{longest}, exceeds the model's max_position_embeddings {context}")
+
+
+def _longest_row(config: PPOConfig) -> str:
+    prompt, response = config.task.max_prompt_tokens, config.rollout.max_new_tokens
+    return f"task.max_prompt_tokens {prompt} + rollout.max_new_tokens {response} = {prompt + response}"
+
+
+def _prompts_suffice(config: PPOConfig) -> Iterator[Problem]:
+    if config.task.train_size < config.ppo.prompts_per_step:
+        prompts = f"{config.task.train_size} is less than ppo.prompts_per_step {config.ppo.prompts_per_step}"
+        yield Problem("task.train_size", prompts)
+
+
+def _rows(config: PPOConfig) -> str:
+    ppo = config.ppo
+    return (
+        f"ppo.prompts_per_step {ppo.prompts_per_step} x ppo.responses_per_prompt {ppo.responses_per_prompt} "
+        f"= {ppo.rows_per_step} rows"
+    )
+
+
+def _rows_make_mini_batches(config: PPOConfig) -> Iterator[Problem]:
+    if config.ppo.rows_per_step % config.ppo.mini_batch_size:
+        yield Problem("ppo.mini_batch_size", f"{config.ppo.mini_batch_size} does not divide {_rows(config)}")
+
+
+def _rows_divide_over_ranks(config: PPOConfig, role: str) -> Iterator[Problem]:
+    copies = _data_parallel_size(config, role)
+    if config.ppo.rows_per_step % copies:
+        yield Problem(f"{role}.world_size", f"{_data_parallel(config, role)} does not divide {_rows(config)}")
+
+
+def _rows_divide_over_rollout(config: PPOConfig) -> Iterator[Problem]:
+    if config.ppo.rows_per_step % config.rollout.world_size:
+        yield Problem("rollout.world_size", f"{config.rollout.world_size} does not divide {_rows(config)}")
+
+
+def _mini_batch_divides_over_ranks(config: PPOConfig, role: str) -> Iterator[Problem]:
+    size = config.ppo.mini_batch_size
+    if size % _data_parallel_size(config, role):
+        yield Problem("ppo.mini_batch_size", f"{size} is not a multiple of {_data_parallel(config, role)}")
+
+
+def _warm_start_batch_divides_over_ranks(config: PPOConfig) -> Iterator[Problem]:
+    if config.warm_start is None:
+        return
+    size = config.warm_start.batch_size
+    if size % _data_parallel_size(config, "warm_start"):
+        yield Problem("warm_start.batch_size", f"{size} is not a multiple of {_data_parallel(config, 'warm_start')}")
+
+
+def _problems_suffice_for_warm_start(config: PPOConfig) -> Iterator[Problem]:
+    if config.warm_start is not None and config.task.train_size < config.warm_start.batch_size:
+        problems = f"{config.task.train_size} is less than warm_start.batch_size {config.warm_start.batch_size}"
+        yield Problem("task.train_size", problems)
+
+
+def _data_parallel(config: PPOConfig, role: str) -> str:
+    settings = _role(config, role)
+    copies, ranks = settings.parallel.model_parallel_size, settings.world_size
+    return f"the data-parallel degree of {role}, {ranks} ranks / {copies} per copy = {settings.data_parallel_size}"
+
+
+def _kl_horizon_is_long_enough(config: PPOConfig) -> Iterator[Problem]:
+    kl, rows = config.ppo.kl, config.ppo.rows_per_step
+    if kl.kind == "adaptive" and kl.horizon <= LARGEST_KL_ERROR * rows:
+        least = f"{LARGEST_KL_ERROR} x {_rows(config)}"
+        yield Problem("ppo.kl.horizon", f"{kl.horizon} is not above {least}; the weight could turn negative")

@@ -1,0 +1,84 @@
+"""The roles of a PPO run: how many ranks each has, how they are divided, how the model is run there."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, PositiveFloat, PositiveInt
+
+from roll.config.micro_batch import MicroBatchSettings
+from roll.config.optimizer import OptimizerSettings
+from roll.config.parallel import ParallelSettings
+from roll.config.settings import Settings
+
+
+class ModelRoleSettings(Settings):
+    """What every role that runs a model on Megatron-Core has."""
+
+    world_size: PositiveInt = 1
+    """Ranks (Ray actors) of this role."""
+    parallel: ParallelSettings = ParallelSettings()
+    """How these ranks are divided."""
+    micro_batch: MicroBatchSettings = MicroBatchSettings()
+    """How much one forward pass takes."""
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Copies of the model, each of which takes an equal share of a batch."""
+        return self.world_size // self.parallel.model_parallel_size
+
+
+class TrainRoleSettings(ModelRoleSettings):
+    """The actor or the critic."""
+
+    strategy: Literal["megatron_train"] = "megatron_train"
+    """The strategy that runs the model; a trained role needs one that can train."""
+    optimizer: OptimizerSettings
+    """How the weights are updated; a step is one mini-batch."""
+
+
+class ReferenceSettings(ModelRoleSettings):
+    """The frozen copy of the policy that the KL penalty compares with."""
+
+    strategy: Literal["megatron_infer"] = "megatron_infer"
+    """The strategy that runs the model; the reference is never trained."""
+
+
+class WarmStartSettings(ModelRoleSettings):
+    """The short supervised phase on the task's own solutions that makes a model from nothing. Its result is cached."""
+
+    steps: PositiveInt
+    """Optimizer steps."""
+    batch_size: PositiveInt
+    """Solved problems per step, over all data-parallel ranks."""
+    optimizer: OptimizerSettings
+    """How the weights are updated."""
+
+
+class RolloutSettings(Settings):
+    """Generation of responses. Each rank holds a whole copy of the actor's weights."""
+
+    world_size: PositiveInt = 1
+    """Ranks (Ray actors), each of which takes an equal share of the prompts."""
+    strategy: Literal["hf"] = "hf"
+    """What generates: transformers, one process per rank."""
+    max_new_tokens: PositiveInt
+    """Longest response in tokens, the end token included."""
+    batch_size: PositiveInt | None = None
+    """Rows per generate call; null: all rows of the rank at once."""
+    weight_bucket_mb: PositiveFloat = 64
+    """Size in MiB of the pieces in which the actor's weights arrive."""
+
+
+def _module_and_function(value: str) -> str:
+    module, colon, function = value.partition(":")
+    if not (colon and function.isidentifier() and all(part.isidentifier() for part in module.split("."))):
+        raise ValueError("must look like package.module:function")
+    return value
+
+
+class RewardSettings(Settings):
+    """The score of a response."""
+
+    function: Annotated[str, AfterValidator(_module_and_function)] = "roll.data.tasks:score_responses"
+    """The function that scores a batch of responses, as module:function; one number per response."""

@@ -1,0 +1,59 @@
+"""What a strategy is built from. A run's config derives it per role; a user of the library writes it by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, Strict
+
+from roll.config.micro_batch import MicroBatchSettings
+from roll.config.optimizer import OptimizerSettings
+from roll.config.parallel import ParallelSettings
+from roll.config.problems import Check, Problem
+from roll.config.settings import Settings
+
+StrategyName = Literal["megatron_train", "megatron_infer", "hf"]
+DType = Literal["float32", "bfloat16"]
+Head = Literal["lm", "value"]
+FolderPath = Annotated[Path, Strict(False)]
+
+
+class StrategySettings(Settings):
+    """One model, how it is split, and how it is run."""
+
+    name: StrategyName
+    """The strategy: Megatron-Core with or without an optimizer, or transformers in one process."""
+    model_path: FolderPath
+    """Folder in Hugging Face layout: config.json, and the weights if `init` is load."""
+    init: Literal["load", "random"] = "load"
+    """Whether weights come from `model_path` or are drawn from `seed`."""
+    head: Head = "lm"
+    """What stands on the last hidden state: the vocabulary, or one value per token."""
+    parallel: ParallelSettings = ParallelSettings()
+    """How the ranks of this strategy are divided."""
+    micro_batch: MicroBatchSettings = MicroBatchSettings()
+    """How much one forward pass takes."""
+    optimizer: OptimizerSettings | None = None
+    """How weights are updated; megatron_train needs it."""
+    dtype: DType = "float32"
+    """Type of weights and activations."""
+    temperature: PositiveFloat = 1.0
+    """Logits are divided by it before log-probabilities and entropies are taken."""
+    token_chunk: PositiveInt = 1024
+    """Tokens whose logits are turned into log-probabilities at once: it bounds memory, not results."""
+    seed: NonNegativeInt = 0
+    """Seed of random weights and of dropout."""
+
+    def checks(self) -> Iterable[Check]:
+        return (self._training_has_an_optimizer, self._hf_is_one_process)
+
+    def _training_has_an_optimizer(self) -> Iterator[Problem]:
+        if self.name == "megatron_train" and self.optimizer is None:
+            yield Problem("optimizer", "strategy 'megatron_train' needs it, got null")
+
+    def _hf_is_one_process(self) -> Iterator[Problem]:
+        if self.name == "hf" and self.parallel.model_parallel_size > 1:
+            degrees = f"tp {self.parallel.tp}, pp {self.parallel.pp}, cp {self.parallel.cp}"
+            yield Problem("parallel", f"strategy 'hf' holds the model in one process, got {degrees}")

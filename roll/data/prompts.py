@@ -1,0 +1,175 @@
+"""Task items as batches: prompts for a rollout, prompts with their answers for supervised steps, and their order.
+
+B rows, P = max_prompt_tokens, N = max_new_tokens. Prompts are padded on the left and end at column P - 1, responses
+start at column P and are padded on the right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from roll.data.tasks import TaskItem
+from roll.data.tokenizer import check_characters
+from roll.protocol import DataProto
+
+
+def encode_prompts(items: Sequence[TaskItem], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> DataProto:
+    """Prompts of a batch: `input_ids` and `attention_mask` [B, P] int64, and per row `prompt` (str), `entry` (dict).
+
+    Raises ValueError for a prompt that is empty, longer than `max_prompt_tokens`, or not in the tokenizer's alphabet.
+    """
+    prompts = _prompt_ids(items, tokenizer, max_prompt_tokens)
+    pad = _token_id(tokenizer, "pad_token")
+    rows = [[pad] * (max_prompt_tokens - len(ids)) + ids for ids in prompts]
+    masks = [[0] * (max_prompt_tokens - len(ids)) + [1] * len(ids) for ids in prompts]
+    tensors = {"input_ids": _matrix(rows, max_prompt_tokens), "attention_mask": _matrix(masks, max_prompt_tokens)}
+    return DataProto.from_dict(tensors, _row_objects(items))
+
+
+def encode_supervised(
+    items: Sequence[TaskItem], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int, max_new_tokens: int
+) -> DataProto:
+    """Prompts with their answers: `input_ids`, `attention_mask`, `response_mask` [B, P + N] int64, `prompt`, `entry`.
+
+    The response is the answer's tokens and the end token; `response_mask` is 1 on them.
+
+    Example, P = 4, N = 3, "1+" with answer "2": tokens `<pad> <pad> 1 + 2 <eos> <pad>`, attention_mask 0011110,
+    response_mask 0000110.
+
+    Raises ValueError as `encode_prompts` does, and for an item without an answer or whose answer and end token are
+    more than `max_new_tokens`.
+    """
+    prompts = _prompt_ids(items, tokenizer, max_prompt_tokens)
+    answers = _answer_ids(items, tokenizer, max_new_tokens)
+    pad = _token_id(tokenizer, "pad_token")
+    rows, attention, response = [], [], []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        before, after = max_prompt_tokens - len(prompt), max_new_tokens - len(answer)
+        rows.append([pad] * before + prompt + answer + [pad] * after)
+        attention.append([0] * before + [1] * (len(prompt) + len(answer)) + [0] * after)
+        response.append([0] * max_prompt_tokens + [1] * len(answer) + [0] * after)
+    width = max_prompt_tokens + max_new_tokens
+    tensors = {
+        "input_ids": _matrix(rows, width),
+        "attention_mask": _matrix(attention, width),
+        "response_mask": _matrix(response, width),
+    }
+    return DataProto.from_dict(tensors, _row_objects(items))
+
+
+class PromptSampler:
+    """An endless stream of batches of item indices: each epoch is a new shuffle of all items, none is left out.
+
+    A batch may cross into the next epoch. The order follows from `seed` and the epoch alone, so the state is two
+    numbers, and a sampler that is loaded from it continues as if it had never stopped, even with another batch size.
+
+    Raises ValueError when `batch_size` is not in 1..num_items, or the seed is negative.
+    """
+
+    def __init__(self, num_items: int, batch_size: int, seed: int) -> None:
+        if not 1 <= batch_size <= num_items:
+            raise ValueError(f"batch_size must be between 1 and num_items = {num_items}, got {batch_size}")
+        if seed < 0:
+            raise ValueError(f"seed must not be negative, got {seed}")
+        self.num_items = num_items
+        self.batch_size = batch_size
+        self.seed = seed
+        self._epoch = 0
+        self._position = 0
+        self._order = self._shuffle(0)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self
+
+    def __next__(self) -> list[int]:
+        """The next `batch_size` indices."""
+        batch: list[int] = []
+        while len(batch) < self.batch_size:
+            if self._position == self.num_items:
+                self._epoch, self._position = self._epoch + 1, 0
+                self._order = self._shuffle(self._epoch)
+            taken = self._order[self._position : self._position + self.batch_size - len(batch)]
+            self._position += len(taken)
+            batch.extend(taken)
+        return batch
+
+    def state_dict(self) -> dict[str, int]:
+        """The place in the stream, and what it is a place in (all JSON numbers)."""
+        return {"num_items": self.num_items, "seed": self.seed, "epoch": self._epoch, "position": self._position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue from a saved place. Raises ValueError if it belongs to another number of items or seed."""
+        for name in ("num_items", "seed"):
+            if state[name] != getattr(self, name):
+                raise ValueError(f"the saved {name} is {state[name]}, this sampler's is {getattr(self, name)}")
+        self._epoch, self._position = state["epoch"], state["position"]
+        self._order = self._shuffle(self._epoch)
+
+    def _shuffle(self, epoch: int) -> list[int]:
+        order: list[int] = np.random.default_rng([self.seed, epoch]).permutation(self.num_items).tolist()
+        return order
+
+
+def _prompt_ids(
+    items: Sequence[TaskItem], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int
+) -> list[list[int]]:
+    """Token ids of each prompt, with whatever the tokenizer itself puts in front (e.g. `<s>`)."""
+    check_characters((item.prompt for item in items), tokenizer, what="prompts")
+    prompts = [tokenizer.encode(item.prompt) for item in items]
+    for index, ids in enumerate(prompts):
+        if not ids:
+            raise ValueError(f"prompt {index} is empty: there is no token to continue from")
+        if len(ids) > max_prompt_tokens:
+            raise ValueError(
+                f"prompt {index} has {len(ids)} tokens, max_prompt_tokens is {max_prompt_tokens}: "
+                f"{items[index].prompt!r}"
+            )
+    return prompts
+
+
+def _answer_ids(items: Sequence[TaskItem], tokenizer: PreTrainedTokenizerBase, max_new_tokens: int) -> list[list[int]]:
+    """Token ids of each answer and the end token."""
+    end = _token_id(tokenizer, "eos_token")
+    texts = []
+    for index, item in enumerate(items):
+        if item.answer is None:
+            raise ValueError(f"item {index} has no answer to learn from: its task names no single one")
+        texts.append(item.answer)
+    check_characters(texts, tokenizer, what="answers")
+    answers = [[*tokenizer.encode(text, add_special_tokens=False), end] for text in texts]
+    for index, ids in enumerate(answers):
+        if len(ids) > max_new_tokens:
+            raise ValueError(
+                f"answer {index} has {len(ids)} tokens with its end token, max_new_tokens is {max_new_tokens}: "
+                f"{texts[index]!r}"
+            )
+    return answers
+
+
+def _token_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
+    token_id: int | None = getattr(tokenizer, f"{name}_id")
+    if token_id is None:
+        raise ValueError(f"the tokenizer has no {name}")
+    return token_id
+
+
+def _matrix(rows: list[list[int]], width: int) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int64).reshape(len(rows), width)
+
+
+def _row_objects(items: Sequence[TaskItem]) -> dict[str, np.ndarray]:
+    return {
+        "prompt": _object_array([item.prompt for item in items]),
+        "entry": _object_array([item.entry for item in items]),
+    }
+
+
+def _object_array(values: Sequence[Any]) -> np.ndarray:
+    array = np.empty(len(values), dtype=object)
+    array[:] = values
+    return array

@@ -1,0 +1,78 @@
+"""A character-level Hugging Face tokenizer, for small models on short tasks, and the check of a text's characters.
+
+`save_pretrained` writes it beside a model; `AutoTokenizer.from_pretrained` reads it back. It adds no special tokens by
+itself, so that n characters are n tokens, and it never reads one out of a text: the five characters `<eos>` of a prompt
+are five tokens, not the end token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
+
+# 60 characters, which makes 64 tokens: divisible by every tensor parallel degree of a small model. They hold the
+# questions and answers of chain_sum, decimal_chain_sum, basic_arithmetic, products, gcd, lcm, simple_equations,
+# number_format and leg_counting. The order is part of the format: a saved model depends on it.
+DEFAULT_ALPHABET = "0123456789 +-*/=().,:?\nabcdefghijklmnopqrstuvwxyzCDEFGLMNSWY"
+
+
+def build_char_tokenizer(alphabet: str | None = None) -> PreTrainedTokenizerFast:
+    """Build the tokenizer of `alphabet` (default `DEFAULT_ALPHABET`), one token for each character.
+
+    Ids: `<pad>` 0, `<bos>` 1, `<eos>` 2, `<unk>` 3, then the alphabet in its own order. Any other character becomes
+    `<unk>`. Padding is on the left. Raises ValueError for an empty alphabet or a repeated character.
+
+    Example: `build_char_tokenizer("ab ").encode("b a") == [5, 6, 4]`.
+    """
+    alphabet = DEFAULT_ALPHABET if alphabet is None else alphabet
+    if not alphabet:
+        raise ValueError("alphabet must hold at least one character")
+    repeated = sorted({character for character in alphabet if alphabet.count(character) > 1})
+    if repeated:
+        raise ValueError(f"alphabet must hold each character once, repeated: {_quoted(repeated)}")
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *alphabet))}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = Fuse()
+    pad, bos, eos, unk = SPECIAL_TOKENS
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=pad,
+        bos_token=bos,
+        eos_token=eos,
+        unk_token=unk,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+        split_special_tokens=True,  # a text cannot spell a special token
+    )
+
+
+def unknown_characters(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The characters of `texts` that the tokenizer can only read as its unknown token, sorted.
+
+    Empty for a tokenizer without an unknown token (byte-level vocabularies read everything).
+    """
+    unknown = tokenizer.unk_token_id
+    if unknown is None:
+        return []
+    characters = sorted(set().union(*texts))
+    return [character for character in characters if unknown in tokenizer.encode(character, add_special_tokens=False)]
+
+
+def check_characters(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, *, what: str) -> None:
+    """Raise ValueError naming each character of `texts` that the tokenizer does not know; `what` names the texts."""
+    unknown = unknown_characters(texts, tokenizer)
+    if unknown:
+        raise ValueError(f"{what} hold characters that the tokenizer does not know: {_quoted(unknown)}")
+
+
+def _quoted(characters: list[str]) -> str:
+    return ", ".join(repr(character) for character in characters)

@@ -1,0 +1,1 @@
+"""Language models on Megatron-Core, and their Hugging Face layout."""

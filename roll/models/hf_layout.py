@@ -1,0 +1,26 @@
+"""The tensors of an InternLM2 in the Hugging Face layout."""
+
+from __future__ import annotations
+
+from roll.config import ModelConfig
+
+
+def hf_shapes(model: ModelConfig, head: str) -> dict[str, tuple[int, ...]]:
+    """The name and shape of every tensor of the whole model in the Hugging Face layout."""
+    hidden, ffn = model.hidden_size, model.intermediate_size
+    qkv = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.tok_embeddings.weight": (model.vocab_size, hidden)}
+    for n in range(model.num_hidden_layers):
+        layer = f"model.layers.{n}."
+        shapes |= {
+            layer + "attention_norm.weight": (hidden,),
+            layer + "attention.wqkv.weight": (qkv, hidden),
+            layer + "attention.wo.weight": (hidden, model.num_attention_heads * model.head_dim),
+            layer + "ffn_norm.weight": (hidden,),
+            layer + "feed_forward.w1.weight": (ffn, hidden),
+            layer + "feed_forward.w3.weight": (ffn, hidden),
+            layer + "feed_forward.w2.weight": (hidden, ffn),
+        }
+    shapes["model.norm.weight"] = (hidden,)
+    shapes |= {"v_head.weight": (1, hidden)} if head == "value" else {"output.weight": (model.vocab_size, hidden)}
+    return shapes

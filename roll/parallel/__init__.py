@@ -1,0 +1,5 @@
+"""How ranks are divided into groups, and what they do together."""
+
+from roll.parallel.degrees import ParallelDegrees, RankCoordinates
+
+__all__ = ["ParallelDegrees", "RankCoordinates"]

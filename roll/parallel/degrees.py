@@ -1,0 +1,125 @@
+"""Parallel degrees and the arithmetic of ranks.
+
+Pure Python: nothing here needs torch.distributed, so that a driver can dispatch to ranks it does not belong to,
+and a test can check the layout of a thousand ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+
+from roll.config import ParallelSettings
+
+DEFAULT_RANK_ORDER = "tp-cp-ep-dp-pp"
+AXES = ("tp", "cp", "ep", "dp", "pp")
+
+
+@dataclass(frozen=True)
+class RankCoordinates:
+    """Where one rank stands on each axis."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+
+
+@dataclass(frozen=True)
+class ParallelDegrees:
+    """How `world_size` ranks are divided into tensor, context, data and pipeline parallel groups.
+
+    `order` names the axes from the fastest varying to the slowest, as in Megatron-Core. Expert parallelism (`ep`) is
+    always 1 here and has no influence on the layout.
+
+    Example: 8 ranks, tp 2, pp 2 (so dp 2) under `tp-cp-ep-pp-dp`: rank 5 is tp 1, pp 0, dp 1.
+    """
+
+    world_size: int
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    order: str = DEFAULT_RANK_ORDER
+
+    def __post_init__(self) -> None:
+        for axis in ("world_size", "tp", "pp", "cp"):
+            if getattr(self, axis) < 1:
+                raise ValueError(f"{axis} must be at least 1, got {getattr(self, axis)}")
+        if sorted(self.order.split("-")) != sorted(AXES):
+            raise ValueError(f"rank_order must name each of {'-'.join(AXES)} once, got {self.order!r}")
+        if self.world_size % self.model_parallel_size:
+            raise ValueError(
+                f"world_size {self.world_size} is not a multiple of tp {self.tp} x pp {self.pp} x cp {self.cp} "
+                f"= {self.model_parallel_size}"
+            )
+
+    @classmethod
+    def of(cls, settings: ParallelSettings, world_size: int) -> ParallelDegrees:
+        """The degrees that these settings give `world_size` ranks."""
+        return cls(world_size, tp=settings.tp, pp=settings.pp, cp=settings.cp, order=settings.rank_order)
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the model and share one batch."""
+        return self.tp * self.pp * self.cp
+
+    @property
+    def dp(self) -> int:
+        return self.world_size // self.model_parallel_size
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        sizes = {"tp": self.tp, "cp": self.cp, "ep": 1, "dp": self.dp, "pp": self.pp}
+        return {axis: sizes[axis] for axis in self.order.split("-")}
+
+    def coordinates(self, rank: int) -> RankCoordinates:
+        """The coordinates of a global rank. Raises ValueError outside `range(world_size)`."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside a world of {self.world_size} ranks")
+        position, rest = {}, rank
+        for axis, size in self._sizes.items():
+            rest, position[axis] = divmod(rest, size)
+        return RankCoordinates(tp=position["tp"], cp=position["cp"], dp=position["dp"], pp=position["pp"])
+
+    def rank_at(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
+        """The global rank at these coordinates."""
+        at = {"tp": tp, "cp": cp, "ep": 0, "dp": dp, "pp": pp}
+        rank, stride = 0, 1
+        for axis, size in self._sizes.items():
+            assert 0 <= at[axis] < size, f"{axis} {at[axis]} is outside its degree {size}"
+            rank, stride = rank + at[axis] * stride, stride * size
+        return rank
+
+    def groups(self, axes: str) -> list[list[int]]:
+        """All groups along one axis (`"tp"`) or several (`"tp-cp"`): ranks that differ only on these axes.
+
+        Groups are ordered by their first rank, ranks within a group by number.
+        """
+        inside = [axis for axis in self._sizes if axis in axes.split("-")]
+        outside = [axis for axis in self._sizes if axis not in inside]
+        groups = []
+        for fixed in product(*(range(self._sizes[axis]) for axis in outside)):
+            members = []
+            for varying in product(*(range(self._sizes[axis]) for axis in inside)):
+                at = dict(zip(outside, fixed, strict=True)) | dict(zip(inside, varying, strict=True))
+                at.pop("ep")
+                members.append(self.rank_at(**at))
+            groups.append(sorted(members))
+        assert prod((len(groups), len(groups[0]))) == self.world_size
+        return sorted(groups)
+
+    def group_of(self, rank: int, axes: str) -> list[int]:
+        """The group along `axes` that `rank` belongs to."""
+        return next(group for group in self.groups(axes) if rank in group)
+
+    @cached_property
+    def leaders(self) -> tuple[int, ...]:
+        """The rank that receives each data-parallel share (tp 0, cp 0, first stage), in data-parallel order."""
+        return tuple(self.rank_at(dp=dp) for dp in range(self.dp))
+
+    @cached_property
+    def reporters(self) -> tuple[int, ...]:
+        """The rank that returns each share's results (tp 0, cp 0, last stage), in data-parallel order."""
+        return tuple(self.rank_at(dp=dp, pp=self.pp - 1) for dp in range(self.dp))

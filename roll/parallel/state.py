@@ -1,0 +1,146 @@
+"""The process groups of one rank.
+
+This is the only module that creates, reads or destroys Megatron-Core's global groups (`megatron.core.parallel_state`).
+Everybody else is given a `ParallelState` and passes its groups on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from roll.config import ParallelSettings
+from roll.parallel.degrees import ParallelDegrees, RankCoordinates
+from roll.platform import get_platform
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+
+@dataclass(frozen=True)
+class ParallelState:
+    """Degrees, this rank's coordinates and its groups.
+
+    `megatron` is what Megatron-Core's layers, schedules and optimizers take as `pg_collection`.
+    """
+
+    degrees: ParallelDegrees
+    rank: int
+    megatron: ProcessGroupCollection
+
+    @property
+    def at(self) -> RankCoordinates:
+        return self.degrees.coordinates(self.rank)
+
+    @property
+    def tp(self) -> ProcessGroup:
+        return self.megatron.tp
+
+    @property
+    def pp(self) -> ProcessGroup:
+        return self.megatron.pp
+
+    @property
+    def dp(self) -> ProcessGroup:
+        return self.megatron.dp
+
+    @property
+    def tp_cp(self) -> ProcessGroup:
+        """The ranks of one stage that work on the same share: tensor x context."""
+        return self.megatron.tp_cp
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.at.pp == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.at.pp == self.degrees.pp - 1
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank receives its share of the data first."""
+        return self.rank in self.degrees.leaders
+
+    @property
+    def is_reporter(self) -> bool:
+        """Whether this rank returns its share's results."""
+        return self.rank in self.degrees.reporters
+
+
+def init_parallel(settings: ParallelSettings, *, timeout_s: float = 600.0) -> ParallelState:
+    """Join torch.distributed (unless the caller has) and create every group.
+
+    Rank, world size and rendezvous come from the environment, as torchrun and our workers set it (`RANK`,
+    `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`, `LOCAL_RANK`).
+
+    Raises:
+        ValueError: the degrees do not fit the world, on every rank alike and before any group is made.
+        RuntimeError: groups exist already in this process.
+    """
+    platform = get_platform()
+    platform.bind(int(os.environ.get("LOCAL_RANK", "0")))
+    from megatron.core import parallel_state as mpu
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    degrees = ParallelDegrees.of(settings, world_size)
+    if mpu.model_parallel_is_initialized():
+        raise RuntimeError("parallel groups exist already in this process; call destroy_parallel() first")
+    if not dist.is_initialized():
+        _default_rendezvous()
+        dist.init_process_group(platform.collective_backend, timeout=timedelta(seconds=timeout_s))
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=degrees.tp,
+        pipeline_model_parallel_size=degrees.pp,
+        context_parallel_size=degrees.cp,
+        order=degrees.order,
+        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+        create_gloo_process_groups=platform.collective_backend != "gloo",
+    )
+    _fill_rng_tracker()
+    return ParallelState(degrees, dist.get_rank(), ProcessGroupCollection.use_mpu_process_groups())
+
+
+def destroy_parallel() -> None:
+    """Destroy Megatron-Core's groups and leave torch.distributed. Without groups, does nothing."""
+    from megatron.core import parallel_state as mpu
+
+    if mpu.model_parallel_is_initialized():
+        mpu.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def parallel_groups(settings: ParallelSettings, *, timeout_s: float = 600.0) -> Iterator[ParallelState]:
+    """`init_parallel` for the length of a block."""
+    try:
+        yield init_parallel(settings, timeout_s=timeout_s)
+    finally:
+        destroy_parallel()
+
+
+def _default_rendezvous() -> None:
+    """One process without a launcher is a world of its own."""
+    if "WORLD_SIZE" not in os.environ:
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+
+
+def _fill_rng_tracker() -> None:
+    """Give Megatron-Core's tracker its states: under sequence parallelism the embedding asks for them, though our
+    models draw no random numbers (language_model_embedding.py:145). The caller's own generators stay as they are.
+    """
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    platform = get_platform()
+    before = platform.rng_state()
+    model_parallel_cuda_manual_seed(0)
+    platform.set_rng_state(before)

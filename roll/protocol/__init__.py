@@ -1,0 +1,44 @@
+"""What travels between driver, workers and strategies: batches, their micro-batch plan and their normalizers.
+
+The public names are loaded when they are first used, so that `roll.protocol.plan` does not pay for TensorDict.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from roll.protocol.broadcast import broadcast_batch, broadcast_obj, broadcast_tensors
+    from roll.protocol.data_proto import DataProto
+    from roll.protocol.fields import check_model_batch
+    from roll.protocol.normalizers import LossNormalizers, count_loss_tokens
+    from roll.protocol.plan import MicroBatchPlan
+
+__all__ = [
+    "DataProto",
+    "LossNormalizers",
+    "MicroBatchPlan",
+    "broadcast_batch",
+    "broadcast_obj",
+    "broadcast_tensors",
+    "check_model_batch",
+    "count_loss_tokens",
+]
+
+_MODULES = {
+    "DataProto": "data_proto",
+    "LossNormalizers": "normalizers",
+    "MicroBatchPlan": "plan",
+    "broadcast_batch": "broadcast",
+    "broadcast_obj": "broadcast",
+    "broadcast_tensors": "broadcast",
+    "check_model_batch": "fields",
+    "count_loss_tokens": "normalizers",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

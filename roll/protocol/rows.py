@@ -1,0 +1,88 @@
+"""Rows of a batch: how they are named (row numbers, slices, masks) and when two values are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+RowIndex = int | slice | Sequence[int] | Sequence[bool] | np.ndarray | Tensor
+
+
+def resolve_rows(index: RowIndex, num_rows: int) -> slice | Tensor:
+    """The rows that `index` names: a slice as it is, one row as a slice, anything else as int64 row numbers on CPU.
+
+    Negative numbers count from the end. Raises IndexError for a row that does not exist, ValueError for a mask of
+    another length, TypeError for what is no row index.
+    """
+    if isinstance(index, slice):
+        return index
+    if isinstance(index, int | np.integer) and not isinstance(index, bool):
+        row = int(_from_start(torch.tensor([int(index)]), num_rows))
+        return slice(row, row + 1)
+    if not isinstance(index, list | tuple | np.ndarray | Tensor):
+        raise TypeError(f"rows are given as number, slice, list, array or mask, not as {type(index).__name__}")
+    if len(index) == 0 and not isinstance(index, Tensor | np.ndarray):
+        return torch.empty(0, dtype=torch.int64)
+    rows = torch.as_tensor(index if isinstance(index, Tensor) else np.asarray(index)).cpu()
+    if rows.ndim != 1:
+        raise ValueError(f"rows must be one-dimensional, got shape {list(rows.shape)}")
+    if rows.dtype == torch.bool:
+        if len(rows) != num_rows:
+            raise ValueError(f"a mask of {len(rows)} rows for a batch of {num_rows} rows")
+        return rows.nonzero().flatten()
+    if rows.dtype.is_floating_point or rows.dtype.is_complex:
+        raise TypeError(f"row numbers must be integers, got {rows.dtype}")
+    return _from_start(rows.long(), num_rows)
+
+
+def _from_start(rows: Tensor, num_rows: int) -> Tensor:
+    outside = rows[(rows < -num_rows) | (rows >= num_rows)]
+    if len(outside):
+        raise IndexError(f"row {int(outside[0])} is outside a batch of {num_rows} rows")
+    return torch.where(rows < 0, rows + num_rows, rows)
+
+
+def take_rows(values: Any, index: slice | Tensor) -> Any:
+    """Rows of a tensor or an array, as `resolve_rows` names them; a view where `index` is a slice."""
+    if isinstance(index, slice):
+        return values[index]
+    return values[index.to(values.device)] if isinstance(values, Tensor) else values[index.numpy()]
+
+
+def object_array(values: Sequence[Any] | np.ndarray, name: str) -> np.ndarray:
+    """One Python object for each row: an object array [B].
+
+    A list stays one object per entry, also where NumPy would read a list of equal lists as a matrix. Raises ValueError
+    for a single string and for what has no rows.
+    """
+    if not isinstance(values, list | tuple) and (not isinstance(values, np.ndarray) or values.ndim == 0):
+        raise ValueError(f"{name} must be a list or an array with one entry for each row, got {values!r}")
+    if isinstance(values, np.ndarray) and values.ndim == 1:
+        return values.astype(object, copy=False)
+    array = np.empty(len(values), dtype=object)
+    for row, value in enumerate(values):
+        array[row] = value
+    return array
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two values are the same through and through: dtypes, shapes and entries; NaN is the same as NaN."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        return bool(((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        return all(same_value(x, y) for x, y in zip(a.flat, b.flat, strict=True))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(same_value(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and type(a) is type(b):
+        return len(a) == len(b) and all(same_value(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, Tensor | np.ndarray) or isinstance(b, Tensor | np.ndarray):
+        return False
+    return bool(a == b) or bool(a != a and b != b)

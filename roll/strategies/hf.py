@@ -1,0 +1,229 @@
+"""transformers' own model in one process: the reference that parallel strategies are compared with, and generation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from roll.checkpoint.folders import begin_folder, finish_folder
+from roll.checkpoint.hf_writer import ShardWriter, copy_tokenizer, write_config, write_index
+from roll.checkpoint.tensor_sources import tensor_source
+from roll.config import ModelConfig, StrategySettings
+from roll.data.micro_batches import cut_micro_batches, join_results
+from roll.data.responses import as_responses
+from roll.models.hf_layout import hf_shapes
+from roll.models.llama import build_llama, internlm2_tensors, load_llama_tensors
+from roll.platform import get_platform
+from roll.protocol import DataProto, check_model_batch, count_loss_tokens
+from roll.strategies.base import ForwardFunc, LossFunc, Metrics, ModelOutput, TrainStrategy
+from roll.strategies.buckets import in_buckets
+from roll.strategies.learning_rate import learning_rate
+
+
+@dataclass(frozen=True)
+class PaddedOutput(ModelOutput):
+    """Logits `[b, S, V]`, or with a value head values `[b, S]`."""
+
+    mask: Tensor
+    """`[b, S]` bool: the real tokens."""
+
+    def where_wanted(self, results: Tensor, attention_mask: Tensor) -> Tensor:
+        """`[b, S-1]` results where token t is real and token t+1 is wanted, else zero."""
+        return torch.where(self.mask[:, :-1] & attention_mask[:, 1:].bool(), results, 0.0)
+
+
+class HfStrategy(TrainStrategy):
+    """An InternLM2 as transformers' Llama, on padded rows as they are: slower, and hard to get wrong.
+
+    It shares with the Megatron strategies only the interface and the loss contract; layers, log-probs, optimizer and
+    schedule are torch's and transformers' own.
+    """
+
+    def __init__(self, settings: StrategySettings) -> None:
+        super().__init__(settings)
+        self.model_config = ModelConfig.from_folder(settings.model_path)
+        self.device = get_platform().device()
+        self.steps = 0
+
+    def initialize(self) -> None:
+        settings = self.settings
+        dtype = getattr(torch, settings.dtype)
+        self.llama = build_llama(self.model_config, dtype).to(self.device)
+        self.value_head = nn.Linear(self.model_config.hidden_size, 1, bias=False, device=self.device, dtype=dtype)
+        source = tensor_source(
+            settings.model_path, self.model_config, init=settings.init, head=settings.head, seed=settings.seed
+        )
+        shapes = hf_shapes(self.model_config, settings.head)
+        self.update_weights({name: source.part(name, None, 0, 1) for name in shapes})
+        if settings.optimizer is not None:
+            self.optimizer = torch.optim.AdamW(
+                [weight for _, weight in self._weights()],
+                lr=settings.optimizer.lr,
+                betas=settings.optimizer.betas,
+                eps=settings.optimizer.eps,
+                weight_decay=settings.optimizer.weight_decay,
+            )
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What this model is made of, under Llama's names."""
+        for name, parameter in self.llama.named_parameters():
+            if name != "lm_head.weight" or self.settings.head == "lm":
+                yield name, parameter
+        if self.settings.head == "value":
+            yield "v_head.weight", self.value_head.weight
+
+    def update_weights(self, bucket: Mapping[str, Tensor]) -> None:
+        """Take over weights in Hugging Face layout, all or some of them.
+
+        Raises:
+            ValueError: a tensor is unknown or has another shape.
+        """
+        rest = dict(bucket)
+        if self.settings.head == "value" and "v_head.weight" in rest:
+            with torch.no_grad():
+                self.value_head.weight.copy_(rest.pop("v_head.weight"))
+        load_llama_tensors(self.llama, self.model_config, rest.items())
+
+    def get_data_input(self, batch: DataProto) -> DataProto:
+        check_model_batch(
+            batch,
+            vocab_size=self.model_config.vocab_size,
+            max_positions=self.model_config.max_position_embeddings,
+        )
+        return batch.to(self.device)
+
+    @torch.no_grad()
+    def forward_step(self, batch: DataProto, forward_func: ForwardFunc) -> dict[str, Tensor]:
+        micro_batches, order = cut_micro_batches(self.get_data_input(batch), self.settings.micro_batch, 0)
+        return join_results([forward_func(part, self.inner_forward_step(part)) for part in micro_batches], order)
+
+    def inner_forward_step(self, micro_batch: DataProto) -> PaddedOutput:
+        """The model's output for one micro-batch."""
+        mask = micro_batch["attention_mask"]
+        inputs = {
+            "input_ids": micro_batch["input_ids"],
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
+            "use_cache": False,
+        }
+        if self.settings.head == "value":
+            hidden = self.llama.model(**inputs).last_hidden_state
+            return PaddedOutput(self.value_head(hidden).float().squeeze(-1), mask.bool())
+        return PaddedOutput(self.llama(**inputs).logits, mask.bool())
+
+    def op_compute_log_probs(self, output: ModelOutput, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.op_compute_log_probs_and_entropy(output, input_ids, attention_mask)[0]
+
+    def op_compute_entropy(self, output: ModelOutput, attention_mask: Tensor) -> Tensor:
+        return self.op_compute_log_probs_and_entropy(output, torch.zeros_like(attention_mask), attention_mask)[1]
+
+    def op_compute_log_probs_and_entropy(
+        self, output: ModelOutput, input_ids: Tensor, attention_mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        assert isinstance(output, PaddedOutput)
+        log_softmax = (output.tensor[:, :-1].float() / self.settings.temperature).log_softmax(dim=-1)
+        log_probs = log_softmax.gather(-1, input_ids[:, 1:, None]).squeeze(-1)
+        entropy = -(log_softmax.exp() * log_softmax).sum(dim=-1)
+        return output.where_wanted(log_probs, attention_mask), output.where_wanted(entropy, attention_mask)
+
+    def op_compute_values(self, output: ModelOutput, attention_mask: Tensor) -> Tensor:
+        assert isinstance(output, PaddedOutput)
+        return output.where_wanted(output.tensor[:, :-1], attention_mask)
+
+    def train_step(self, batch: DataProto, loss_func: LossFunc) -> Metrics:
+        settings = self.settings.optimizer
+        if settings is None:
+            raise ValueError("strategy hf trains only when `optimizer` is set; got null")
+        batch = self.get_data_input(batch)
+        normalizers = count_loss_tokens(batch["response_mask"][:, 1:])
+        lr = learning_rate(settings, self.steps)
+        if normalizers.tokens == 0:
+            return {"loss": 0.0, "grad_norm": 0.0, "lr": lr, "skipped_steps": 1.0}
+        self.optimizer.zero_grad()
+        totals: Metrics = {}
+        for micro_batch in cut_micro_batches(batch, self.settings.micro_batch, 0)[0]:
+            loss, metrics = loss_func(micro_batch.with_normalizers(normalizers), self.inner_forward_step(micro_batch))
+            loss.backward()
+            for name, value in (metrics | {"loss": loss}).items():
+                totals[name] = totals.get(name, 0.0) + float(value)
+        grad_norm = float(nn.utils.clip_grad_norm_([weight for _, weight in self._weights()], settings.max_grad_norm))
+        stepped = math.isfinite(grad_norm)
+        if stepped:
+            self.optimizer.param_groups[0]["lr"] = lr
+            self.optimizer.step()
+            self.steps += 1
+        return totals | {"grad_norm": grad_norm, "lr": lr, "skipped_steps": float(not stepped)}
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, gradient) after `train_step`, clipped."""
+        gradients = {name: weight.grad for name, weight in self._weights() if weight.grad is not None}
+        yield from internlm2_tensors(self.model_config, gradients)
+
+    def model_update(self, bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
+        yield from in_buckets(internlm2_tensors(self.model_config, dict(self._weights())), bucket_bytes)
+
+    def save_checkpoint(self, folder: Path) -> None:
+        unfinished = begin_folder(Path(folder))
+        state = {"model": dict(self._weights()), "optimizer": self.optimizer.state_dict(), "steps": self.steps}
+        torch.save(state, unfinished / "state.pt")
+        finish_folder(unfinished, Path(folder))
+
+    def load_checkpoint(self, folder: Path) -> None:
+        if not (Path(folder) / "state.pt").is_file():
+            raise ValueError(f"{folder} is not a checkpoint of strategy hf: it holds no state.pt")
+        state = torch.load(Path(folder) / "state.pt", weights_only=True)
+        with torch.no_grad():
+            for name, weight in self._weights():
+                weight.copy_(state["model"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.steps = state["steps"]
+
+    def save_hf(self, folder: Path) -> None:
+        unfinished = begin_folder(Path(folder))
+        writer = ShardWriter(unfinished)
+        for name, tensor in internlm2_tensors(self.model_config, dict(self._weights())):
+            writer.add(name, tensor)
+        writer.flush()
+        write_index(unfinished, [writer.file_of])
+        write_config(unfinished, self.model_config, self.llama.dtype)
+        copy_tokenizer(Path(self.settings.model_path), unfinished)
+        finish_folder(unfinished, Path(folder))
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: DataProto,
+        *,
+        max_new_tokens: int,
+        temperature: float | None,
+        eos_token_id: int,
+        pad_token_id: int,
+    ) -> DataProto:
+        """Continue every prompt; see `as_responses` for what comes back.
+
+        Args:
+            prompts: `input_ids` and `attention_mask` `[B, P]`, padded on the left.
+            temperature: of sampling from the whole distribution; None takes the likeliest token each time.
+        """
+        prompts = prompts.to(self.device)
+        ids = prompts["input_ids"]
+        sampling: dict[str, Any] = {"do_sample": False}
+        if temperature is not None:
+            sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        rows = self.llama.generate(
+            input_ids=ids,
+            attention_mask=prompts["attention_mask"],
+            generation_config=GenerationConfig(
+                max_new_tokens=max_new_tokens, eos_token_id=eos_token_id, pad_token_id=pad_token_id, **sampling
+            ),
+        )
+        return as_responses(
+            prompts, rows[:, ids.shape[1] :], max_new_tokens, eos_token_id=eos_token_id, pad_token_id=pad_token_id
+        )

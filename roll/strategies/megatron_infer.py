@@ -1,0 +1,195 @@
+"""A model split over ranks with Megatron-Core, run forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import (
+    forward_backward_no_pipelining,
+    forward_backward_pipelining_without_interleaving,
+)
+from torch import Tensor, nn
+
+from roll.checkpoint.hf import load_weights
+from roll.checkpoint.tensor_sources import tensor_source
+from roll.config import ModelConfig, StrategySettings
+from roll.data.micro_batches import cut_micro_batches, join_results
+from roll.data.packing import PackedRows, pack_multiple_of, pack_rows
+from roll.models.internlm2 import build_internlm2
+from roll.models.packed_sequence import PackedSequence
+from roll.parallel.state import ParallelState
+from roll.platform import get_platform
+from roll.protocol import DataProto, broadcast_batch, check_model_batch
+from roll.strategies.base import ForwardFunc, InferenceStrategy, LossFunc, ModelOutput
+
+
+@dataclass(frozen=True)
+class PackedOutput(ModelOutput):
+    """The last stage's output for a packed micro-batch: hidden states `[1, T, H]`, or values `[1, T, 1]`."""
+
+    rows: PackedRows
+
+
+class MegatronInferStrategy(InferenceStrategy):
+    """Forward passes of an InternLM2 under tensor, sequence, pipeline and data parallelism.
+
+    Every rank of the world constructs one with the same settings and calls the same methods in the same order.
+
+        state = init_parallel(settings.parallel)
+        strategy = MegatronInferStrategy(settings, state)
+        strategy.initialize()
+    """
+
+    def __init__(self, settings: StrategySettings, state: ParallelState) -> None:
+        super().__init__(settings)
+        self.state = state
+        self.model_config = ModelConfig.from_folder(settings.model_path)
+        self.device = get_platform().device()
+        self.pad_multiple = pack_multiple_of(settings.parallel)
+        self.gpt: GPTModel
+        self.model: nn.Module
+
+    def initialize(self) -> None:
+        settings = self.settings
+        source = tensor_source(
+            settings.model_path, self.model_config, init=settings.init, head=settings.head, seed=settings.seed
+        )
+        self.gpt = build_internlm2(
+            self.model_config,
+            settings.parallel,
+            self.state,
+            dtype=getattr(torch, settings.dtype),
+            head=settings.head,
+        )
+        load_weights(self.gpt, settings.head, source, self.state)
+        self.model = self.gpt.eval()
+
+    def get_data_input(self, batch: DataProto) -> DataProto:
+        """Two levels: first over the tensor x context ranks of the first stage, then along each pipeline.
+
+        The leader (tp 0, cp 0, first stage) checks its batch; if it is refused, the refusal travels in the batch's
+        place and every rank raises it. `non_tensor_batch` goes along only when
+        `meta_info["_broadcast_non_tensor_batch"]` is true.
+        """
+        non_tensor = bool(batch.meta_info.get("_broadcast_non_tensor_batch", False))
+        groups = [self.state.tp_cp] if self.state.is_first_stage else []
+        groups.append(self.state.pp)
+        error = self._refusal(batch) if self.state.is_leader else None
+        for group in groups:
+            if group.size() == 1:
+                continue
+            try:
+                batch = broadcast_batch(batch, group, non_tensor=non_tensor, error=error)
+            except ValueError as refused:
+                error = refused
+        if error is not None:
+            raise error
+        return batch.to(self.device)
+
+    def _refusal(self, batch: DataProto) -> ValueError | None:
+        try:
+            check_model_batch(
+                batch,
+                vocab_size=self.model_config.vocab_size,
+                max_positions=self.model_config.max_position_embeddings,
+            )
+        except ValueError as refused:
+            return refused
+        return None
+
+    @torch.no_grad()
+    def forward_step(self, batch: DataProto, forward_func: ForwardFunc) -> dict[str, Tensor] | None:
+        batch = self.get_data_input(batch)
+        micro_batches, order = cut_micro_batches(batch, self.settings.micro_batch, self.state.at.dp)
+        self.model.eval()
+        results = self._run_schedule(micro_batches, forward_func, forward_only=True)
+        return join_results(results, order) if self.state.is_reporter else None
+
+    def _run_schedule(
+        self, micro_batches: list[DataProto], func: ForwardFunc | LossFunc, *, forward_only: bool
+    ) -> list[Any]:
+        """Megatron-Core's schedule over the micro-batches; what `func` gave for each, on the last stage."""
+        common = {
+            "forward_step_func": partial(self.inner_forward_step, func),
+            "data_iterator": iter(micro_batches),
+            "model": [self.model],
+            "num_microbatches": len(micro_batches),
+            "seq_length": self.pad_multiple,  # The real shapes are exchanged: variable_seq_lengths.
+            "micro_batch_size": 1,
+            "forward_only": forward_only,
+            "collect_non_loss_data": forward_only,
+            "pg_collection": self.state.megatron,
+        }
+        if self.state.degrees.pp == 1:
+            return forward_backward_no_pipelining(**common)
+        communicator = P2PCommunicator(pp_group=self.state.pp, config=self.gpt.config)
+        return forward_backward_pipelining_without_interleaving(**common, p2p_communicator=communicator)
+
+    def inner_forward_step(
+        self, func: ForwardFunc | LossFunc, data_iterator: Iterator[DataProto], model: nn.Module
+    ) -> tuple[Tensor, partial[Any]]:
+        """One micro-batch through this stage: drop the padding, pack, run.
+
+        Returns:
+            The stage's output, and what the schedule calls with the last stage's output.
+        """
+        micro_batch = next(data_iterator)
+        rows = pack_rows(micro_batch["input_ids"], micro_batch["attention_mask"], multiple_of=self.pad_multiple)
+        output = model(
+            input_ids=rows.input_ids,
+            position_ids=rows.position_ids,
+            attention_mask=None,
+            packed_seq_params=PackedSequence.of(rows),
+        )
+        return output, partial(self._apply, func, micro_batch, rows)
+
+    def _apply(
+        self, func: Any, micro_batch: DataProto, rows: PackedRows, output: Tensor, non_loss_data: bool = False
+    ) -> Any:
+        result = func(micro_batch, PackedOutput(output, rows))
+        if non_loss_data:
+            return result
+        loss, metrics = result
+        # Clones: the schedule may scale the loss in place, and metrics outlive the step's graph.
+        metrics = {name: torch.as_tensor(value).detach().clone() for name, value in metrics.items()}
+        # No tokens are reported to the schedule, so it divides by nothing: the loss is already normalised.
+        return loss, torch.zeros((), dtype=torch.int, device=loss.device), metrics | {"loss": loss.detach().clone()}
+
+    def op_compute_log_probs(self, output: ModelOutput, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self._log_probs(output, input_ids, attention_mask, with_entropy=False)[0]
+
+    def op_compute_entropy(self, output: ModelOutput, attention_mask: Tensor) -> Tensor:
+        # Entropy does not depend on which token was drawn, so any targets do.
+        any_ids = torch.zeros_like(attention_mask)
+        return self._log_probs(output, any_ids, attention_mask, with_entropy=True)[1]
+
+    def op_compute_log_probs_and_entropy(
+        self, output: ModelOutput, input_ids: Tensor, attention_mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return self._log_probs(output, input_ids, attention_mask, with_entropy=True)
+
+    def _log_probs(
+        self, output: ModelOutput, input_ids: Tensor, attention_mask: Tensor, *, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        assert isinstance(output, PackedOutput)
+        log_probs, entropy = self.gpt.output_layer.log_probs(
+            output.tensor,
+            output.rows.next_tokens(input_ids),
+            temperature=self.settings.temperature,
+            chunk=self.settings.token_chunk,
+            with_entropy=with_entropy,
+        )
+        wanted = attention_mask[:, 1:].bool()
+        per_row = [torch.where(wanted, output.rows.unpack_next(x), 0.0) for x in (log_probs, entropy) if x is not None]
+        return per_row[0], per_row[-1]
+
+    def op_compute_values(self, output: ModelOutput, attention_mask: Tensor) -> Tensor:
+        assert isinstance(output, PackedOutput)
+        values = output.rows.unpack_next(output.tensor.flatten())
+        return torch.where(attention_mask[:, 1:].bool(), values, 0.0)

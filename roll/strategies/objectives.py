@@ -1,0 +1,56 @@
+"""The losses of PPO's and of supervised training's steps, as `train_step` calls them.
+
+Each takes a strategy for its per-token results and knows nothing of how that strategy's model is split. Bind the
+first arguments with `functools.partial`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from roll.algorithms.aggregate import aggregate_loss
+from roll.algorithms.losses import cross_entropy, entropy_loss, policy_loss, value_loss
+from roll.config import PPOSettings
+from roll.protocol import DataProto
+from roll.strategies.base import ModelOutput, TrainStrategy
+
+Loss = tuple[Tensor, dict[str, Tensor]]
+
+
+def policy_objective(strategy: TrainStrategy, ppo: PPOSettings, data: DataProto, output: ModelOutput) -> Loss:
+    """Clipped policy loss with an entropy bonus.
+
+    Reads `log_probs` (of the policy that sampled) and `advantages`, `[b, S-1]`.
+    """
+    assert data.normalizers is not None
+    response_mask = data["response_mask"]
+    mask = response_mask[:, 1:]
+    log_probs, entropy = strategy.op_compute_log_probs_and_entropy(output, data["input_ids"], response_mask)
+    per_token, diagnostics = policy_loss(
+        log_probs, data["log_probs"], data["advantages"], mask, ppo.clip_low, ppo.clip_high
+    )
+    if ppo.entropy_coef:
+        per_token = per_token + ppo.entropy_coef * entropy_loss(entropy, mask)
+    loss = aggregate_loss(per_token, mask, data.normalizers, ppo.loss_agg)
+    means = {"entropy": entropy, "ratio": diagnostics["ratio"], "clip_fraction": diagnostics["clipped"]}
+    means["approx_kl"] = diagnostics["approx_kl"]
+    return loss, {name: aggregate_loss(value.detach(), mask, data.normalizers) for name, value in means.items()}
+
+
+def value_objective(strategy: TrainStrategy, ppo: PPOSettings, data: DataProto, output: ModelOutput) -> Loss:
+    """Clipped value loss. Reads `values` (of the critic at the rollout) and `returns`, `[b, S-1]`."""
+    assert data.normalizers is not None
+    mask = data["response_mask"][:, 1:]
+    values = strategy.op_compute_values(output, data["response_mask"])
+    per_token, diagnostics = value_loss(values, data["values"], data["returns"], mask, ppo.value_clip)
+    loss = aggregate_loss(per_token, mask, data.normalizers, ppo.loss_agg)
+    clipped = aggregate_loss(diagnostics["clipped"], mask, data.normalizers)
+    return loss, {"clip_fraction": clipped}
+
+
+def supervised_objective(strategy: TrainStrategy, data: DataProto, output: ModelOutput) -> Loss:
+    """Mean cross-entropy of the response tokens."""
+    assert data.normalizers is not None
+    mask = data["response_mask"][:, 1:]
+    log_probs = strategy.op_compute_log_probs(output, data["input_ids"], data["response_mask"])
+    return aggregate_loss(cross_entropy(log_probs, mask), mask, data.normalizers), {}

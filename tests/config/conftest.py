@@ -1,0 +1,54 @@
+"""A small, valid PPO config as a file, and what loading it with overrides complains about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from roll.config import ConfigError, PPOConfig, load_config
+
+BASE = """
+name: base
+model:
+  config:
+    vocab_size: 64
+    hidden_size: 128
+    intermediate_size: 384
+    num_hidden_layers: 6
+    num_attention_heads: 8
+    num_key_value_heads: 4
+    max_position_embeddings: 64
+task: {max_prompt_tokens: 40, train_size: 100, eval_size: 10}
+warm_start: {steps: 5, batch_size: 12, optimizer: {lr: 1e-3}}
+ppo:
+  steps: 3
+  prompts_per_step: 8
+  responses_per_prompt: 3
+  mini_batch_size: 12
+  kl: {kind: adaptive, coef: 0.1, target: 0.5}
+actor: {world_size: 2, parallel: {tp: 2}, optimizer: {lr: 1e-4}}
+critic: {optimizer: {lr: 1e-4}}
+rollout: {max_new_tokens: 8}
+"""
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    path = tmp_path / "base.yaml"
+    path.write_text(BASE, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def complaints(base: Path) -> Callable[..., list[str]]:
+    """The lines of the ConfigError that overrides of the base config lead to."""
+
+    def lines(*overrides: str) -> list[str]:
+        with pytest.raises(ConfigError) as caught:
+            load_config(PPOConfig, base, overrides)
+        assert str(caught.value).splitlines() == [str(problem) for problem in caught.value.problems]
+        return str(caught.value).splitlines()
+
+    return lines

@@ -1,0 +1,323 @@
+"""Reading YAML and overrides: types, unknown names, files that extend others, and all problems at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import Strict
+
+from roll.config import ConfigError, PPOConfig, Settings, dump_config, load_config
+
+Complaints = Callable[..., list[str]]
+
+
+class Inner(Settings):
+    size: int = 1
+    """A size."""
+    text: str = ""
+    """A text."""
+
+
+class Outer(Settings):
+    rate: float = 0.5
+    """A rate."""
+    pair: Annotated[tuple[int, int], Strict(False)] | None = None
+    """Two numbers, or none."""
+    inner: Inner = Inner()
+    """A section."""
+    free: dict[str, Any] = {}  # noqa: RUF012
+    """Any settings."""
+
+
+def load_text(tmp_path: Path, text: str, *overrides: str) -> Outer:
+    path = tmp_path / "outer.yaml"
+    path.write_text(text, encoding="utf-8")
+    return load_config(Outer, path, overrides)
+
+
+def error_of(tmp_path: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_text(tmp_path, text, *overrides)
+    return str(caught.value)
+
+
+def test_overrides_are_yaml_values(base: Path) -> None:
+    config = load_config(
+        PPOConfig,
+        base,
+        [
+            "actor.optimizer.lr=2e-5",
+            "actor.optimizer.betas=[0.8, 0.99]",
+            "ppo.value_clip=null",
+            "ppo.whiten_advantages=false",
+            "task.params={min_terms: 2, max_terms: 3}",
+            "task.params.max_terms=4",
+            "output_dir=some/where",
+            "task.prompt='{question} ='",
+            "ppo.steps=7",
+            "ppo.steps=8",
+        ],
+    )
+    assert config.actor.optimizer.lr == 2e-5
+    assert config.actor.optimizer.betas == (0.8, 0.99)
+    assert config.ppo.value_clip is None
+    assert config.ppo.whiten_advantages is False
+    assert config.task.params == {"min_terms": 2, "max_terms": 4}
+    assert config.run_dir == Path("some/where/base")
+    assert config.task.prompt == "{question} ="
+    assert config.ppo.steps == 8
+    assert config.critic.optimizer.lr == 1e-4, "what is not overridden stays"
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("ppo.steps='3'", "ppo.steps: must be a valid integer, got '3'"),
+        ("ppo.steps=3.5", "ppo.steps: must be a valid integer, got 3.5"),
+        ("ppo.steps=true", "ppo.steps: must be a valid integer, got true"),
+        ("ppo.steps=", "ppo.steps: must be a valid integer, got null"),
+        ("ppo.steps=0", "ppo.steps: must be greater than 0, got 0"),
+        ("ppo.steps.more=1", "ppo.steps: must be a valid integer, got {'more': 1}"),
+        ("ppo.gamma=1.1", "ppo.gamma: must be less than or equal to 1, got 1.1"),
+        ("ppo.clip_high=.inf", "ppo.clip_high: must be a finite number, got inf"),
+        ("name=5", "name: must be a valid string, got 5"),
+        ("output_dir=5", "output_dir: must be a path, got 5"),
+        ("dtype=float16", "dtype: must be 'float32' or 'bfloat16', got 'float16'"),
+        ("actor.optimizer.betas=[0.9, 1.5]", "actor.optimizer.betas.1: must be less than 1, got 1.5"),
+        ("critic.micro_batch={rows: 0}", "critic.micro_batch.rows: must be greater than 0, got 0"),
+        ("task=5", "task: must be a section of settings, got 5"),
+        ("task.params=5", "task.params: must be a valid dictionary, got 5"),
+    ],
+)
+def test_wrong_types(complaints: Complaints, override: str, line: str) -> None:
+    assert complaints(override) == [line]
+
+
+@pytest.mark.parametrize(
+    ("path", "nearest"),
+    [
+        ("actor.parallel.tpp", "actor.parallel.tp"),
+        ("actor.paralel", "actor.parallel"),
+        ("actor.lr", "actor.optimizer.lr"),
+        ("critic.lr", "critic.optimizer.lr"),
+        ("ppo.max_new_tokens", "rollout.max_new_tokens"),
+        ("ppo.kl.coeff", "ppo.kl.coef"),
+        ("warm_start.mini_batch_size", "warm_start.batch_size"),
+        ("model.config.n_layers", "model.config.num_hidden_layers"),
+        ("temprature", "temperature"),
+        ("actro", "actor"),
+    ],
+)
+def test_unknown_settings_name_the_nearest(complaints: Complaints, base: Path, path: str, nearest: str) -> None:
+    line = f"{path}: unknown setting; did you mean {nearest}?"
+    assert complaints(f"{path}=1") == [line]
+    assert complaints(f"{path}.below=1") == [line]
+
+    text = "1"
+    for part in reversed(path.split(".")):
+        text = f"{{{part}: {text}}}"
+    child = base.parent / "child.yaml"
+    child.write_text(f"{{extends: base.yaml, {text[1:]}", encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_config(PPOConfig, child)
+    assert str(caught.value) == line
+
+
+def test_all_problems_at_once(complaints: Complaints) -> None:
+    assert complaints(
+        "not_an_override",
+        "actor.parallel.tpp=2",
+        "ppo.steps=0",
+        "ppo.mini_batch_size=10",
+        "ppo.kl.target=null",
+        "actor.parallel.pp=4",
+        "rollout.strategy=vllm",
+        "rollout.max_new_tokens=30",
+        "critic.optimizer={lr: 1.0, schedule: linear}",
+        "output_dir=${nowhere}",
+        "warm_start=null",
+    ) == [
+        "override 'not_an_override': must be dotted.path=value",
+        "output_dir: Interpolation key 'nowhere' not found",
+        "ppo.steps: must be greater than 0, got 0",
+        "actor.parallel.tpp: unknown setting; did you mean actor.parallel.tp?",
+        "rollout.strategy: must be 'hf', got 'vllm'",
+        "warm_start: model.config is set, so the warm start has to make the weights; got null",
+        "actor.parallel.pp: 4 does not divide the model's num_hidden_layers 6",
+        "actor.world_size: 2 is not a multiple of parallel.tp 2 x pp 4 x cp 1 = 8",
+        "task.max_prompt_tokens: task.max_prompt_tokens 40 + rollout.max_new_tokens 30 = 70, "
+        "exceeds the model's max_position_embeddings 64",
+        "ppo.mini_batch_size: 10 does not divide ppo.prompts_per_step 8 x ppo.responses_per_prompt 3 = 24 rows",
+        "ppo.kl.target: kind 'adaptive' needs it, got null",
+        "critic.optimizer.total_steps: schedule 'linear' needs it, got null",
+    ]
+
+
+def test_an_unusable_setting_skips_only_its_own_checks(complaints: Complaints) -> None:
+    wrong = "must be a valid integer, got 'x'"
+    assert complaints("actor.parallel.tp=x", "actor.parallel.pp=4", "task.train_size=11", "critic.world_size=5") == [
+        f"actor.parallel.tp: {wrong}",
+        "actor.parallel.pp: 4 does not divide the model's num_hidden_layers 6",
+        "task.train_size: 11 is less than warm_start.batch_size 12",
+        "critic.world_size: the data-parallel degree of critic, 5 ranks / 1 per copy = 5 does not divide "
+        "ppo.prompts_per_step 8 x ppo.responses_per_prompt 3 = 24 rows",
+        "ppo.mini_batch_size: 12 is not a multiple of the data-parallel degree of critic, 5 ranks / 1 per copy = 5",
+    ]
+    assert complaints("model.config.num_hidden_layers=x", "actor.parallel.tp=8", "actor.world_size=8") == [
+        f"model.config.num_hidden_layers: {wrong}",
+        "actor.parallel.tp: 8 does not divide the model's num_key_value_heads 4",
+    ]
+    assert complaints("task=5", "rollout.world_size=5")[0] == "task: must be a section of settings, got 5"
+
+
+def test_a_missing_setting_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "empty.yaml"
+    path.write_text("", encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_config(PPOConfig, path)
+    required = ["name", "model", "task", "ppo", "actor", "critic", "rollout"]
+    assert str(caught.value).splitlines() == [f"{name}: this setting is required, but not given" for name in required]
+
+
+@pytest.mark.parametrize("override", ["rate", "=1", ".=1", "inner..size=1", "--verbose", ""])
+def test_malformed_overrides(tmp_path: Path, override: str) -> None:
+    assert error_of(tmp_path, "", override) == f"override {override!r}: must be dotted.path=value"
+
+
+def test_override_that_is_not_yaml(tmp_path: Path) -> None:
+    assert error_of(tmp_path, "", "pair=[1").startswith("override 'pair=[1': cannot be read: while parsing")
+    assert error_of(tmp_path, "", "inner.text=${").startswith("override 'inner.text=${': cannot be read: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- 1", "must hold a mapping of settings, got a list"),
+        ("5", "cannot be read: Invalid loaded object type: int"),
+        ("extends: ${gone}", "cannot be read: Interpolation key 'gone' not found full_key: extends"),
+        ("rate: [", "cannot be read: while parsing"),
+        ("rate: 1\nrate: 2", "cannot be read: while constructing a mapping"),
+        ("inner: {text: '${'}", "cannot be read: no viable alternative at input '${' full_key: inner.text"),
+    ],
+)
+def test_files_that_are_no_config(tmp_path: Path, text: str, message: str) -> None:
+    assert error_of(tmp_path, text).startswith(f"{tmp_path / 'outer.yaml'}: {message}")
+
+
+def test_a_file_of_words_is_an_unknown_setting(tmp_path: Path) -> None:
+    assert error_of(tmp_path, "just words").startswith("just words: unknown setting")
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(Outer, tmp_path / "no.yaml")
+    assert str(caught.value) == f"{tmp_path / 'no.yaml'}: there is no such config file"
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(Outer, tmp_path)
+
+
+def test_interpolation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLL_TEST_SIZE", "from the environment")
+    outer = load_text(
+        tmp_path, "rate: 0.25\ninner: {size: 3, text: 'r=${rate}'}\nfree: ${inner}\npair: ['${inner.size}', 2]"
+    )
+    assert outer == Outer(
+        rate=0.25, pair=(3, 2), inner=Inner(size=3, text="r=0.25"), free={"size": 3, "text": "r=0.25"}
+    )
+    assert load_text(tmp_path, "inner: {text: '${oc.env:ROLL_TEST_SIZE}'}").inner.text == "from the environment"
+    # An override takes part in the interpolation.
+    assert load_text(tmp_path, "rate: 0.25\nfree: {twice: '${rate}'}", "rate=4").free == {"twice": 4}
+
+
+def test_bad_interpolations_are_all_reported(tmp_path: Path) -> None:
+    text = "rate: ${gone}\ninner: {size: '???', text: '${oc.env:ROLL_NO_SUCH_VARIABLE}'}\n"
+    text += "free: {a: '${free.a}', b: ['${no:1}']}"
+    assert error_of(tmp_path, text).splitlines() == [
+        "rate: Interpolation key 'gone' not found",
+        "inner.size: Missing mandatory value: inner.size",
+        "inner.text: KeyError raised while resolving interpolation: "
+        "\"Environment variable 'ROLL_NO_SUCH_VARIABLE' not found\"",
+        "free.a: Recursive interpolation detected",
+        "free.b.0: Unsupported interpolation type no",
+    ]
+
+
+def test_extends(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    (tmp_path / "base.yaml").write_text("rate: 0.1\npair: [1, 2]\ninner: {size: 5, text: '${rate}'}", encoding="utf-8")
+    (tmp_path / "below" / "middle.yaml").write_text("extends: ../base.yaml\ninner: {size: 6}", encoding="utf-8")
+    (tmp_path / "below" / "top.yaml").write_text("extends: middle.yaml\nrate: 0.2\npair: [3, 4]", encoding="utf-8")
+    outer = load_config(Outer, tmp_path / "below" / "top.yaml", ["inner.text=x${rate}"])
+    assert outer == Outer(rate=0.2, pair=(3, 4), inner=Inner(size=6, text="x0.2"))
+
+
+def test_extends_refusals(tmp_path: Path) -> None:
+    one, two = tmp_path / "one.yaml", tmp_path / "two.yaml"
+    one.write_text("extends: two.yaml", encoding="utf-8")
+    two.write_text("extends: one.yaml", encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_config(Outer, one)
+    assert str(caught.value) == f"{one}: extends itself: {one} -> {two} -> {one}"
+
+    two.write_text("extends: gone.yaml", encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_config(Outer, one)
+    assert str(caught.value) == f"{tmp_path / 'gone.yaml'}: there is no such config file, which {two} extends"
+
+    two.write_text("extends: [a.yaml]", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"extends: must be the name of a file, got \['a.yaml'\]"):
+        load_config(Outer, one)
+
+
+def test_dump_reads_back(base: Path, tmp_path: Path) -> None:
+    config = load_config(PPOConfig, base, ["task.params={min_terms: 2}", "task.prompt='{question} \\${x}'"])
+    assert config.task.prompt == "{question} ${x}"
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(dump_config(config), encoding="utf-8")
+    assert load_config(PPOConfig, copy) == config
+    assert "sequence_parallel: false" in copy.read_text(encoding="utf-8"), "defaults are written out"
+
+
+def readable_text() -> st.SearchStrategy[str]:
+    """Any text but OmegaConf's own `???`, which means that a value is missing."""
+    hard = st.sampled_from(["${x}", "\\", "$", "{", "}", "'", '"', ": ", "#", "1e-5", "null", "yes", "\n", "=", "${"])
+    texts = st.lists(hard | st.text(st.characters(codec="utf-8"), max_size=3), max_size=6)
+    return texts.map("".join).filter(lambda text: text != "???")
+
+
+@settings(deadline=None)
+@given(
+    rate=st.floats(allow_nan=False, allow_infinity=False),
+    size=st.integers(),
+    pair=st.none() | st.tuples(st.integers(), st.integers()),
+    text=readable_text(),
+    free=st.dictionaries(st.text("abc", min_size=1), st.integers() | st.floats(allow_nan=False) | readable_text()),
+)
+def test_dump_reads_back_whatever_the_values(
+    tmp_path_factory: pytest.TempPathFactory,
+    rate: float,
+    size: int,
+    pair: tuple[int, int] | None,
+    text: str,
+    free: dict[str, Any],
+) -> None:
+    outer = Outer(rate=rate, pair=pair, inner=Inner(size=size, text=text), free=free)
+    path = tmp_path_factory.getbasetemp() / "dumped.yaml"
+    path.write_text(dump_config(outer), encoding="utf-8")
+    assert load_config(Outer, path) == outer
+
+
+def test_import_loads_neither_torch_nor_ray() -> None:
+    code = "import sys, roll.config; print([name for name in ('torch', 'ray', 'megatron') if name in sys.modules])"
+    root = Path(__file__).resolve().parents[2]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    output = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert output.stdout == "[]\n"

@@ -1,0 +1,183 @@
+"""Each refusal of a PPO config, word by word: the setting, and the values that do not agree."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from roll.config import ModelConfig, PPOConfig, load_config
+
+Complaints = Callable[..., list[str]]
+
+ROWS = "ppo.prompts_per_step 8 x ppo.responses_per_prompt 3 = 24 rows"
+ROW = "task.max_prompt_tokens 40 + rollout.max_new_tokens 8 = 48"
+
+REFUSALS = {
+    # degrees and the model
+    "actor.world_size=3": ["actor.world_size: 3 is not a multiple of parallel.tp 2 x pp 1 x cp 1 = 2"],
+    "critic.parallel.pp=2": ["critic.world_size: 1 is not a multiple of parallel.tp 1 x pp 2 x cp 1 = 2"],
+    "reference.parallel.pp=2": ["reference.world_size: 1 is not a multiple of parallel.tp 1 x pp 2 x cp 1 = 2"],
+    "warm_start.parallel.pp=2": ["warm_start.world_size: 1 is not a multiple of parallel.tp 1 x pp 2 x cp 1 = 2"],
+    "model.config.num_attention_heads=4 actor.parallel.tp=8 actor.world_size=8": [
+        "actor.parallel.tp: 8 does not divide the model's num_attention_heads 4",
+        "actor.parallel.tp: 8 does not divide the model's num_key_value_heads 4",
+    ],
+    "actor.parallel.tp=8 actor.world_size=8": [
+        "actor.parallel.tp: 8 does not divide the model's num_key_value_heads 4"
+    ],
+    "model.config.vocab_size=65": ["actor.parallel.tp: 2 does not divide the model's vocab_size 65"],
+    "model.config.intermediate_size=383": ["actor.parallel.tp: 2 does not divide the model's intermediate_size 383"],
+    # Heads that tp divides make a hidden size that tp divides, so that one never stands alone.
+    "model.config.hidden_size=30 model.config.num_attention_heads=3 model.config.num_key_value_heads=3 "
+    "actor.parallel.tp=4 actor.world_size=4 model.config.vocab_size=64": [
+        "actor.parallel.tp: 4 does not divide the model's num_attention_heads 3",
+        "actor.parallel.tp: 4 does not divide the model's num_key_value_heads 3",
+        "actor.parallel.tp: 4 does not divide the model's hidden_size 30",
+    ],
+    "actor.parallel.pp=4 actor.world_size=8": ["actor.parallel.pp: 4 does not divide the model's num_hidden_layers 6"],
+    "model.config.num_attention_heads=10 model.config.num_key_value_heads=10": [
+        "model.config.num_attention_heads: 10 does not divide hidden_size 128"
+    ],
+    "actor.parallel.cp=2 actor.world_size=4": [
+        "actor.parallel.cp: context parallelism is not available yet: cp must be 1, got 2"
+    ],
+    "critic.parallel.sequence_parallel=true": [
+        "critic.parallel.sequence_parallel: true needs tp > 1 (its ranks share the sequence), got tp 1"
+    ],
+    "actor.parallel.rank_order=tp-dp-pp": [
+        "actor.parallel.rank_order: must name each of tp, cp, ep, dp, pp once, got 'tp-dp-pp'"
+    ],
+    # the batch
+    "ppo.mini_batch_size=10": [f"ppo.mini_batch_size: 10 does not divide {ROWS}"],
+    "critic.world_size=5": [
+        f"critic.world_size: the data-parallel degree of critic, 5 ranks / 1 per copy = 5 does not divide {ROWS}",
+        "ppo.mini_batch_size: 12 is not a multiple of the data-parallel degree of critic, 5 ranks / 1 per copy = 5",
+    ],
+    "actor.world_size=16": [
+        "ppo.mini_batch_size: 12 is not a multiple of the data-parallel degree of actor, 16 ranks / 2 per copy = 8"
+    ],
+    "reference.world_size=7": [
+        f"reference.world_size: the data-parallel degree of reference, 7 ranks / 1 per copy = 7 does not divide {ROWS}"
+    ],
+    "rollout.world_size=5": [f"rollout.world_size: 5 does not divide {ROWS}"],
+    "warm_start.world_size=5": [
+        "warm_start.batch_size: 12 is not a multiple of the data-parallel degree of warm_start, "
+        "5 ranks / 1 per copy = 5"
+    ],
+    "task.train_size=7 warm_start.batch_size=7": ["task.train_size: 7 is less than ppo.prompts_per_step 8"],
+    "warm_start.batch_size=101": ["task.train_size: 100 is less than warm_start.batch_size 101"],
+    # lengths
+    "rollout.max_new_tokens=25": [
+        "task.max_prompt_tokens: task.max_prompt_tokens 40 + rollout.max_new_tokens 25 = 65, "
+        "exceeds the model's max_position_embeddings 64"
+    ],
+    "actor.micro_batch.max_tokens=47": [f"actor.micro_batch.max_tokens: 47 is less than one row, {ROW}"],
+    "reference.micro_batch.max_tokens=47": [f"reference.micro_batch.max_tokens: 47 is less than one row, {ROW}"],
+    "actor.micro_batch={rows: 2, max_tokens: 100}": [
+        "actor.micro_batch: exactly one of max_tokens and rows must be set, the other null; "
+        "got max_tokens 100 and rows 2"
+    ],
+    "critic.micro_batch={rows: null, max_tokens: null}": [
+        "critic.micro_batch: exactly one of max_tokens and rows must be set, the other null; got neither"
+    ],
+    # the model's source
+    "model.config=null": ["model: exactly one of path and config must be set, the other null; got neither"],
+    "model.path=some/folder": [
+        "model: exactly one of path and config must be set, the other null; got path 'some/folder' and a config"
+    ],
+    "warm_start=null": ["warm_start: model.config is set, so the warm start has to make the weights; got null"],
+    "model={path: no/such/folder, config: null} warm_start=null": [
+        "model.path: no/such/folder: there is no such model folder"
+    ],
+    # roles
+    "actor.strategy=megatron_infer": ["actor.strategy: must be 'megatron_train', got 'megatron_infer'"],
+    "critic.strategy=deepspeed": ["critic.strategy: must be 'megatron_train', got 'deepspeed'"],
+    "reference.strategy=megatron_train": ["reference.strategy: must be 'megatron_infer', got 'megatron_train'"],
+    "rollout.strategy=vllm": ["rollout.strategy: must be 'hf', got 'vllm'"],
+    "actor.optimizer=null": ["actor.optimizer: must be a section of settings, got null"],
+    "critic={world_size: 1, optimizer: {lr: 0.0}}": ["critic.optimizer.lr: must be greater than 0, got 0.0"],
+    "critic.optimizer.schedule=cosine": ["critic.optimizer.total_steps: schedule 'cosine' needs it, got null"],
+    "critic.optimizer.min_lr=1": ["critic.optimizer.min_lr: 1.0 is above lr 0.0001"],
+    "actor.optimizer={warmup_steps: 9, total_steps: 8}": ["actor.optimizer.warmup_steps: 9 is more than total_steps 8"],
+    # the algorithm
+    "ppo.kl.target=null": ["ppo.kl.target: kind 'adaptive' needs it, got null"],
+    "ppo.kl.coef=0": ["ppo.kl.coef: kind 'adaptive' scales it, so it must be above 0, got 0.0"],
+    "ppo.kl.horizon=4.8": [
+        f"ppo.kl.horizon: 4.8 is not above 0.2 x {ROWS}; the weight could turn negative",
+    ],
+    "reward.function=my_reward": ["reward.function: must look like package.module:function, got 'my_reward'"],
+    "reward.function=a.b:c.d": ["reward.function: must look like package.module:function, got 'a.b:c.d'"],
+    "task.prompt='no field'": [
+        "task.prompt: must say what is filled in, by plain names in braces such as {question}, got 'no field'"
+    ],
+    "name='../elsewhere'": [r"name: String should match pattern '^\w[\w.-]*$', got '../elsewhere'"],
+}
+
+
+def split_overrides(text: str) -> list[str]:
+    """Overrides that are written after each other; a value in braces or quotes may hold spaces."""
+    parts: list[str] = []
+    for word in text.split(" "):
+        if "=" in word or not parts:
+            parts.append(word)
+        else:
+            parts[-1] += f" {word}"
+    return parts
+
+
+@pytest.mark.parametrize("overrides", REFUSALS)
+def test_refusal(complaints: Complaints, overrides: str) -> None:
+    assert complaints(*split_overrides(overrides)) == REFUSALS[overrides]
+
+
+def test_base_is_accepted(base: Path) -> None:
+    config = load_config(PPOConfig, base)
+    assert config.ppo.rows_per_step == 24
+    assert (config.actor.data_parallel_size, config.critic.data_parallel_size) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["actor.parallel.tp=1", "actor.parallel.pp=2"],
+        ["actor.world_size=8", "actor.parallel.sequence_parallel=true"],
+        ["actor.micro_batch={rows: 1, max_tokens: null}", "ppo.kl={kind: fixed, coef: 0, target: null, horizon: 1}"],
+        ["rollout.max_new_tokens=24", "critic.micro_batch.max_tokens=64"],  # exactly the context, exactly one row
+        ["task.train_size=8", "warm_start.batch_size=8", "ppo.mini_batch_size=24", "ppo.kl.horizon=4.81"],
+        ["actor.micro_batch.rows=1"],  # the budget of tokens was never asked for
+        ["task.prompt='{expression} ='"],
+    ],
+)
+def test_limits_that_just_fit(base: Path, overrides: list[str]) -> None:
+    load_config(PPOConfig, base, overrides)
+
+
+def test_a_model_folder_gives_the_architecture(base: Path, complaints: Complaints, model: ModelConfig) -> None:
+    folder = base.parent / "model"
+    folder.mkdir()
+    source = [f"model={{path: {folder}, config: null}}", "warm_start=null"]
+    assert complaints(*source) == [f"model.path: {folder}: the model folder has no config.json"]
+
+    (folder / "config.json").write_text(json.dumps(model.to_hf_dict()), encoding="utf-8")
+    assert load_config(PPOConfig, base, source).model.architecture == model
+    assert complaints(*source, "actor.parallel.tp=8", "actor.world_size=8") == [
+        "actor.parallel.tp: 8 does not divide the model's num_key_value_heads 4"
+    ]
+    assert complaints(source[0]) == [
+        f"warm_start: must be null, because the weights are those of model.path '{folder}'"
+    ]
+
+    (folder / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    assert complaints(*source) == [
+        f"model.path: {folder}/config.json: model_type: only 'internlm2' is supported, got 'llama'"
+    ]
+
+
+@pytest.fixture
+def model(base: Path) -> ModelConfig:
+    model = load_config(PPOConfig, base).model.config
+    assert model is not None
+    return model

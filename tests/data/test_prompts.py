@@ -1,0 +1,149 @@
+"""Prompts and answers as batches, and the order in which prompts are drawn."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
+
+from roll.data.prompts import PromptSampler, encode_prompts, encode_supervised
+from roll.data.tasks import ReasoningTask, TaskItem
+from roll.data.tokenizer import build_char_tokenizer
+
+TOKENIZER = build_char_tokenizer("0123456789 +-=")  # '0' is 4, ' ' is 14, '+' 15, '-' 16, '=' 17
+
+
+def item(prompt: str, answer: str | None = "0") -> TaskItem:
+    entry: dict[str, Any] = {"question": prompt, "answer": answer, "metadata": {"source_dataset": "chain_sum"}}
+    return TaskItem(prompt=prompt, answer=answer, entry=entry)
+
+
+def test_prompts_are_padded_on_the_left() -> None:
+    items = [item("1+2="), item("10+2="), item("=")]
+    data = encode_prompts(items, TOKENIZER, max_prompt_tokens=5)
+    assert len(data) == 3
+    assert data.batch["input_ids"].tolist() == [[0, 5, 15, 6, 17], [5, 4, 15, 6, 17], [0, 0, 0, 0, 17]]
+    assert data.batch["attention_mask"].tolist() == [[0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]]
+    assert data.batch["input_ids"].dtype == data.batch["attention_mask"].dtype == torch.int64
+    assert data.non_tensor_batch["prompt"].tolist() == ["1+2=", "10+2=", "="]
+    assert data.non_tensor_batch["entry"].tolist() == [i.entry for i in items]
+
+
+def test_supervised_rows_hold_prompt_answer_and_end() -> None:
+    data = encode_supervised([item("1+2=", "3"), item("9-10=", "-1")], TOKENIZER, max_prompt_tokens=5, max_new_tokens=4)
+    assert data.batch["input_ids"].tolist() == [[0, 5, 15, 6, 17, 7, 2, 0, 0], [13, 16, 5, 4, 17, 16, 5, 2, 0]]
+    assert data.batch["attention_mask"].tolist() == [[0, 1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1, 0]]
+    assert data.batch["response_mask"].tolist() == [[0, 0, 0, 0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 0, 1, 1, 1, 0]]
+    assert all(data.batch[key].dtype == torch.int64 for key in ("input_ids", "attention_mask", "response_mask"))
+    assert data.non_tensor_batch["prompt"].tolist() == ["1+2=", "9-10="]
+
+
+def test_one_item_and_no_item() -> None:
+    assert encode_prompts([item("1")], TOKENIZER, 3).non_tensor_batch["entry"].shape == (1,)
+    assert encode_prompts([], TOKENIZER, 3).batch["input_ids"].shape == (0, 3)
+    assert encode_supervised([], TOKENIZER, 3, 2).batch["response_mask"].shape == (0, 5)
+
+
+def test_special_tokens_of_the_tokenizer_come_before_the_prompt_only() -> None:
+    tokenizer = build_char_tokenizer("0123456789 +-=")
+    backend = tokenizer.backend_tokenizer
+    backend.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    data = encode_supervised([item("1=", "1")], tokenizer, max_prompt_tokens=4, max_new_tokens=2)
+    assert data.batch["input_ids"].tolist() == [[0, 1, 5, 17, 5, 2]]
+
+
+def test_a_real_task_reads_back() -> None:
+    task = ReasoningTask(
+        "chain_sum", {"min_terms": 2, "max_terms": 2}, train_size=20, eval_size=5, prompt_template="{expression} ="
+    )
+    data = encode_supervised(task.train, build_char_tokenizer(), max_prompt_tokens=13, max_new_tokens=7)
+    texts = build_char_tokenizer().batch_decode(data.batch["input_ids"], skip_special_tokens=True)
+    assert texts == [i.prompt + (i.answer or "") for i in task.train]
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (item("100+200="), r"prompt 1 has 8 tokens, max_prompt_tokens is 6: '100\+200='"),
+        (item(""), "prompt 1 is empty"),
+        (item("1ß2"), "prompts hold characters .*'ß'"),
+    ],
+)
+def test_bad_prompts_are_refused(bad: TaskItem, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        encode_prompts([item("1"), bad], TOKENIZER, max_prompt_tokens=6)
+    with pytest.raises(ValueError, match=message):
+        encode_supervised([item("1"), bad], TOKENIZER, max_prompt_tokens=6, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (item("1", "123"), "answer 1 has 4 tokens with its end token, max_new_tokens is 3: '123'"),
+        (item("1", None), "item 1 has no answer"),
+        (item("1", "π"), "answers hold characters .*'π'"),
+    ],
+)
+def test_bad_answers_are_refused(bad: TaskItem, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        encode_supervised([item("1"), bad], TOKENIZER, max_prompt_tokens=6, max_new_tokens=3)
+
+
+def test_a_tokenizer_without_pad_or_end_is_refused() -> None:
+    no_pad, no_eos = build_char_tokenizer("1"), build_char_tokenizer("1")
+    no_pad.pad_token, no_eos.eos_token = None, None
+    with pytest.raises(ValueError, match="no pad_token"):
+        encode_prompts([item("1")], no_pad, 2)
+    with pytest.raises(ValueError, match="no eos_token"):
+        encode_supervised([item("1", "1")], no_eos, 2, 2)
+
+
+@settings(deadline=None)
+@given(num_items=st.integers(1, 30), data=st.data(), seed=st.integers(0, 1000))
+def test_every_epoch_holds_every_item_once(num_items: int, data: st.DataObject, seed: int) -> None:
+    sampler = PromptSampler(num_items, data.draw(st.integers(1, num_items)), seed)
+    stream = list(itertools.chain.from_iterable(itertools.islice(sampler, 3 * num_items)))
+    for start in range(0, len(stream) - num_items + 1, num_items):
+        assert sorted(stream[start : start + num_items]) == list(range(num_items))
+
+
+def test_epochs_and_seeds_are_shuffled_differently() -> None:
+    sampler = PromptSampler(100, 100, seed=0)
+    first, second = next(sampler), next(sampler)
+    assert first != second != list(range(100)) != first
+    assert next(PromptSampler(100, 100, seed=1)) != first
+    assert next(PromptSampler(100, 100, seed=0)) == first
+
+
+@settings(deadline=None)
+@given(batches=st.integers(0, 20), other_size=st.integers(1, 7))
+def test_a_loaded_sampler_continues_the_stream(batches: int, other_size: int) -> None:
+    original = PromptSampler(7, 3, seed=4)
+    for _ in range(batches):
+        next(original)
+    state = json.loads(json.dumps(original.state_dict()))
+    loaded = PromptSampler(7, other_size, seed=4)
+    loaded.load_state_dict(state)
+    expected = list(itertools.chain.from_iterable(itertools.islice(original, 10)))
+    continued = list(itertools.chain.from_iterable(itertools.islice(loaded, 30)))
+    assert continued[: len(expected)] == expected[: len(continued)]
+
+
+def test_bad_samplers_are_refused() -> None:
+    with pytest.raises(ValueError, match="batch_size must be between 1 and num_items = 4, got 5"):
+        PromptSampler(4, 5, seed=0)
+    with pytest.raises(ValueError, match="got 0"):
+        PromptSampler(4, 0, seed=0)
+    with pytest.raises(ValueError, match="seed must not be negative, got -1"):
+        PromptSampler(4, 2, seed=-1)
+    state = PromptSampler(4, 2, seed=0).state_dict()
+    with pytest.raises(ValueError, match="saved num_items is 4, this sampler's is 5"):
+        PromptSampler(5, 2, seed=0).load_state_dict(state)
+    with pytest.raises(ValueError, match="saved seed is 0, this sampler's is 1"):
+        PromptSampler(4, 2, seed=1).load_state_dict(state)

@@ -1,0 +1,175 @@
+"""Every parallel layout computes what one process with transformers' own Llama computes: results and gradients.
+
+Tolerances are those of fp32: sums of the same numbers in another order differ in the seventh digit. Results are
+compared on every rank that reports, gradients as the whole tensors that all ranks' shards make up.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from roll.parallel.state import parallel_groups
+from roll.protocol import DataProto
+from roll.strategies import HfStrategy, MegatronInferStrategy, MegatronTrainStrategy
+from tests.rank_pool import RankPool
+from tests.strategies.tiny import (
+    make_batch,
+    merge_stages,
+    settings,
+    share_of,
+    weighted_nll,
+    weighted_value_error,
+    write_tiny,
+)
+
+LAYOUTS = [
+    (1, {}),
+    (2, {"tp": 2}),
+    (2, {"tp": 2, "sequence_parallel": True}),
+    (4, {"tp": 4}),
+    (4, {"tp": 4, "sequence_parallel": True}),
+    (2, {"pp": 2}),
+    (4, {"tp": 2, "pp": 2}),
+    (4, {"tp": 2, "pp": 2, "sequence_parallel": True}),
+    (2, {}),  # dp 2
+    (4, {"tp": 2}),  # tp 2 x dp 2
+    (4, {"pp": 2}),  # pp 2 x dp 2
+]
+
+
+def name_of(value: Any) -> str:
+    return "-".join(f"{key}{int(number)}" for key, number in value.items()) if isinstance(value, dict) else str(value)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def token_results(strategy: Any, data: DataProto, output: Any) -> dict[str, Tensor]:
+    log_probs, entropy = strategy.op_compute_log_probs_and_entropy(output, data["input_ids"], data["attention_mask"])
+    alone = strategy.op_compute_log_probs(output, data["input_ids"], data["attention_mask"])
+    return {
+        "log_probs": log_probs,
+        "entropy": entropy,
+        "log_probs_alone": alone,
+        "entropy_alone": strategy.op_compute_entropy(output, data["attention_mask"]),
+        "response_log_probs": strategy.op_compute_log_probs(output, data["input_ids"], data["response_mask"]),
+    }
+
+
+def all_logits(strategy: MegatronInferStrategy, data: DataProto, output: Any) -> dict[str, Tensor]:
+    """Whole logits at their rows, zero on padding."""
+    local = strategy.gpt.output_layer.logits(output.tensor)
+    parts = [torch.empty_like(local) for _ in range(strategy.state.tp.size())]
+    dist.all_gather(parts, local, group=strategy.state.tp)
+    packed = torch.cat(parts, dim=-1)[: output.rows.num_tokens]
+    rows = packed.new_zeros(*data["input_ids"].shape, packed.shape[-1])
+    rows[output.rows.mask] = packed
+    return {"logits": rows}
+
+
+def run_layout(folder: Path, layout: dict[str, Any], head: str) -> dict[str, Any]:
+    """One rank: forward results of its share, then one training step; all gradients."""
+    config = settings(folder, head=head, temperature=0.7, **layout)
+    with parallel_groups(config.parallel) as state:
+        strategy = MegatronTrainStrategy(config, state)
+        strategy.initialize()
+        batch = share_of(make_batch(), state.at.dp, state.degrees.dp)
+        if not state.is_leader:  # As dispatch does it: only leaders are given data.
+            batch = batch.stub()
+        if head == "lm":
+            results = strategy.forward_step(batch, partial(token_results, strategy))
+            logits = strategy.forward_step(batch, partial(all_logits, strategy))
+            results = results | logits if results is not None and logits is not None else None
+            metrics = strategy.train_step(batch, partial(weighted_nll, strategy))
+        else:
+            _set_value_head(strategy)
+            results = strategy.forward_step(batch, partial(value_results, strategy))
+            metrics = strategy.train_step(batch, partial(weighted_value_error, strategy))
+        gradients = merge_stages(dict(strategy.gradients()))
+        return {
+            "dp": state.at.dp,
+            "reports": state.is_reporter,
+            "results": results,
+            "metrics": metrics,
+            "gradients": gradients,
+        }
+
+
+def value_results(strategy: Any, data: DataProto, output: Any) -> dict[str, Tensor]:
+    return {"values": strategy.op_compute_values(output, data["attention_mask"])}
+
+
+def _set_value_head(strategy: Any) -> None:
+    """A value head that is not zero, the same everywhere."""
+    weight = torch.linspace(-1, 1, strategy.model_config.hidden_size).unsqueeze(0)
+    with torch.no_grad():
+        if isinstance(strategy, HfStrategy):
+            strategy.value_head.weight.copy_(weight)
+        elif strategy.state.is_last_stage:
+            strategy.gpt.output_layer.weight.copy_(weight)
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> dict[str, Any]:
+    return {head: _reference(folder, head) for head in ("lm", "value")}
+
+
+def _reference(folder: Path, head: str) -> dict[str, Any]:
+    strategy = HfStrategy(settings(folder, "hf", head=head, temperature=0.7))
+    strategy.initialize()
+    batch = make_batch()
+    if head == "lm":
+        results = strategy.forward_step(batch, partial(token_results, strategy))
+        logits = strategy.forward_step(batch, lambda data, output: {"logits": output.tensor})["logits"]
+        results["logits"] = torch.where(batch["attention_mask"].bool().unsqueeze(-1), logits, 0.0)
+        metrics = strategy.train_step(batch, partial(weighted_nll, strategy))
+    else:
+        _set_value_head(strategy)
+        results = strategy.forward_step(batch, partial(value_results, strategy))
+        metrics = strategy.train_step(batch, partial(weighted_value_error, strategy))
+    return {"results": results, "metrics": metrics, "gradients": dict(strategy.gradients())}
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+@pytest.mark.parametrize(("world_size", "layout"), LAYOUTS, ids=name_of)
+def test_results_and_gradients_are_those_of_one_process(
+    ranks: RankPool, folder: Path, reference: dict[str, Any], world_size: int, layout: dict[str, Any], head: str
+) -> None:
+    expected = reference[head]
+    outcomes = ranks.run(run_layout, folder, layout, head, world_size=world_size)
+
+    reports = sorted((outcome for outcome in outcomes if outcome["reports"]), key=lambda outcome: outcome["dp"])
+    assert all(outcome["results"] is None for outcome in outcomes if not outcome["reports"])
+    for name, values in expected["results"].items():
+        actual = torch.cat([outcome["results"][name] for outcome in reports])
+        torch.testing.assert_close(actual, values, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+    for outcome in reports:
+        assert outcome["metrics"]["loss"] == pytest.approx(expected["metrics"]["loss"], rel=1e-5)
+    for outcome in outcomes:
+        assert outcome["metrics"]["grad_norm"] == pytest.approx(expected["metrics"]["grad_norm"], rel=1e-5)
+        assert outcome["gradients"].keys() == expected["gradients"].keys()
+        for name, gradient in expected["gradients"].items():
+            error = (outcome["gradients"][name] - gradient).abs().max() / gradient.abs().max()
+            assert error <= 1e-5, f"{name}: relative error {error:.2e}"
+
+
+def test_masked_positions_are_zero(reference: dict[str, Any], ranks: RankPool, folder: Path) -> None:
+    (outcome,) = ranks.run(run_layout, folder, {}, "lm", world_size=1)
+    batch = make_batch()
+    attended, responses = batch["attention_mask"][:, 1:].bool(), batch["response_mask"][:, 1:].bool()
+    # A row's first token has no token before it, so nothing says how likely it was.
+    first = batch["attention_mask"][:, 1:].bool() & ~batch["attention_mask"][:, :-1].bool()
+    for name, kept in (("log_probs", attended), ("entropy", attended), ("response_log_probs", responses)):
+        assert (outcome["results"][name][~kept] == 0).all()
+        assert (outcome["results"][name][first] == 0).all()
+        assert (outcome["results"][name][kept & ~first] != 0).all()

@@ -1,0 +1,313 @@
+"""What a training step promises: the same update however the batch is cut, complete checkpoints, weights for others."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from roll.algorithms import cross_entropy
+from roll.config import KLSettings, MicroBatchSettings, OptimizerSettings, PPOSettings
+from roll.data.micro_batches import with_plan
+from roll.parallel.state import parallel_groups
+from roll.protocol import DataProto, MicroBatchPlan
+from roll.strategies import HfStrategy, MegatronTrainStrategy
+from roll.strategies.objectives import policy_objective, value_objective
+from tests.rank_pool import RankPool
+from tests.strategies.tiny import OPTIMIZER, make_batch, merge_stages, settings, weighted_nll, write_tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def ppo_settings(**changes: Any) -> PPOSettings:
+    base: dict[str, Any] = {
+        "steps": 1,
+        "prompts_per_step": 6,
+        "mini_batch_size": 6,
+        "entropy_coef": 0.1,
+        "kl": KLSettings(coef=0.0),
+    }
+    return PPOSettings(**(base | changes))
+
+
+def make_experience(seed: int = 0) -> DataProto:
+    """A batch with everything that PPO's losses read; old log-probs and values near, but not at, the model's."""
+    batch = make_batch()
+    generator = torch.Generator().manual_seed(seed)
+    shape = batch["weights"].shape
+
+    def noise() -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    learned = {"log_probs": noise() - 3.5, "values": noise(), "advantages": noise(), "returns": noise()}
+    return batch.union(DataProto.from_dict(learned))
+
+
+# (data-parallel ranks, micro-batches as rows of each rank's share, rows of the batch that each rank gets)
+CUTS: list[tuple[int, tuple[Any, ...], tuple[Any, ...]]] = [
+    (1, (((0, 1, 2, 3, 4, 5),),), ((0, 1, 2, 3, 4, 5),)),
+    (2, (((0, 1, 2),), ((0, 1, 2),)), ((0, 1, 2), (3, 4, 5))),
+    (1, (((4, 0), (5,), (1, 3), (2,)),), ((0, 1, 2, 3, 4, 5),)),
+    (2, (((0,), (1, 2, 3)), ((0,), (1,))), ((5, 0, 2, 4), (3, 1))),
+]
+
+
+def update_of_rank(
+    folder: Path, objective: str, mode: str, plan: MicroBatchPlan, layout: dict[str, Any]
+) -> dict[str, Any]:
+    config = settings(folder, head="lm" if objective == "policy" else "value", **layout)
+    with parallel_groups(config.parallel) as state:
+        strategy = MegatronTrainStrategy(config, state)
+        strategy.initialize()
+        share = make_experience().select_idxs(list(plan.rows[state.at.dp])).with_plan(plan)
+        loss = policy_objective if objective == "policy" else value_objective
+        metrics = strategy.train_step(share, partial(loss, strategy, ppo_settings(loss_agg=mode)))
+        return {"metrics": metrics, "gradients": merge_stages(dict(strategy.gradients()))}
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
+@pytest.mark.parametrize("objective", ["policy", "value"])
+def test_an_update_does_not_depend_on_ranks_and_micro_batches(
+    ranks: RankPool, folder: Path, objective: str, mode: str
+) -> None:
+    outcomes = []
+    for dp, shares, rows in CUTS:
+        plan = MicroBatchPlan(shares=shares, rows=rows)
+        outcomes += ranks.run(update_of_rank, folder, objective, mode, plan, {}, world_size=dp)
+    whole, *others = outcomes
+    for other in others:
+        for name, value in whole["metrics"].items():
+            assert other["metrics"][name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
+        for name, gradient in whole["gradients"].items():
+            scale = gradient.abs().max()
+            # The value head's own gradient aside, a zero head gives zero gradients.
+            assert (other["gradients"][name] - gradient).abs().max() <= 1e-5 * scale, name
+
+
+def on_policy_ratio(folder: Path, layout: dict[str, Any]) -> dict[str, float]:
+    """Log-probs as the actor computes them for a rollout, then a first update from them, cut differently."""
+    config = settings(folder, **layout)
+    with parallel_groups(config.parallel) as state:
+        strategy = MegatronTrainStrategy(config, state)
+        strategy.initialize()
+        batch = make_experience()
+
+        def forward(data: DataProto, output: Any) -> dict[str, Tensor]:
+            return {"log_probs": strategy.op_compute_log_probs(output, data["input_ids"], data["response_mask"])}
+
+        old = strategy.forward_step(with_plan(batch, 1, MicroBatchSettings(rows=6)), forward)
+        if not state.is_reporter:
+            old = {"log_probs": torch.zeros_like(batch["weights"])}
+        seen: list[float] = []
+
+        def loss(data: DataProto, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
+            new = strategy.op_compute_log_probs(output, data["input_ids"], data["response_mask"])
+            mask = data["response_mask"][:, 1:].bool()
+            ratio = (new - data["log_probs"]).exp()[mask]
+            seen.append(float((ratio - 1).abs().max()) if len(ratio) else 0.0)
+            return cross_entropy(new, mask).sum() / data.normalizers.tokens, {}
+
+        fresh = batch.select(["input_ids", "attention_mask", "response_mask"]).union(DataProto.from_dict(old))
+        strategy.train_step(fresh, loss)
+        return {"error": max(seen, default=0.0)} if state.is_reporter else {"error": 0.0}
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [(1, {}), (2, {"tp": 2}), (2, {"pp": 2})])
+def test_the_first_ratio_on_policy_is_one(
+    ranks: RankPool, folder: Path, world_size: int, layout: dict[str, Any]
+) -> None:
+    # fp32; the matrix products of another micro-batch size may sum in another order.
+    for outcome in ranks.run(on_policy_ratio, folder, layout, world_size=world_size):
+        assert outcome["error"] <= 1e-6
+
+
+def weights_after_updates(folder: Path, layout: dict[str, Any]) -> dict[str, Any]:
+    """Two updates; after each, what `model_update` streams and the actor's own log-probs."""
+    config = settings(folder, **layout, optimizer=OptimizerSettings(lr=1e-2))
+    with parallel_groups(config.parallel) as state:
+        strategy = MegatronTrainStrategy(config, state)
+        strategy.initialize()
+        syncs = []
+        for seed in (0, 1):
+            strategy.train_step(make_batch(seed=seed), partial(weighted_nll, strategy))
+            streamed: dict[str, Tensor] = {}
+            largest = 0
+            for bucket in strategy.model_update(bucket_bytes=20_000):
+                largest = max(largest, len(bucket))
+                streamed |= bucket
+            results = strategy.forward_step(make_batch(), partial(plain_log_probs, strategy))
+            syncs.append({"weights": merge_stages(streamed), "log_probs": results, "largest": largest})
+        return {"syncs": syncs, "reports": state.is_reporter}
+
+
+def plain_log_probs(strategy: Any, data: DataProto, output: Any) -> dict[str, Tensor]:
+    return {"log_probs": strategy.op_compute_log_probs(output, data["input_ids"], data["attention_mask"])}
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [(2, {"tp": 2}), (2, {"pp": 2}), (4, {"tp": 2, "pp": 2})])
+def test_the_rollout_model_follows_two_updates(
+    ranks: RankPool, folder: Path, world_size: int, layout: dict[str, Any]
+) -> None:
+    rollout = HfStrategy(settings(folder, "hf", optimizer=None))
+    rollout.initialize()
+    outcomes = ranks.run(weights_after_updates, folder, layout, world_size=world_size)
+    (reporter,) = [outcome for outcome in outcomes if outcome["reports"]]
+    for sync in reporter["syncs"]:
+        assert 1 < sync["largest"] < len(sync["weights"]), "several buckets of several tensors each"
+        rollout.update_weights(sync["weights"])
+        theirs = rollout.forward_step(make_batch(), partial(plain_log_probs, rollout))["log_probs"]
+        torch.testing.assert_close(theirs, sync["log_probs"]["log_probs"], rtol=0, atol=1e-5)
+    first, second = (sync["log_probs"]["log_probs"] for sync in reporter["syncs"])
+    assert (first - second).abs().max() > 1e-2, "the updates changed the model"
+
+
+def continued(folder: Path, layout: dict[str, Any], checkpoint: Path, stages: tuple[str, ...]) -> Any:
+    """Run stages of three steps each; a stage is `train`, `save` or `load`."""
+    optimizer = OptimizerSettings(lr=1e-2, schedule="cosine", total_steps=8, warmup_steps=2, weight_decay=0.1)
+    distributed = layout.pop("distributed", False)
+    config = settings(folder, **layout, optimizer=optimizer.model_copy(update={"distributed": distributed}))
+    with parallel_groups(config.parallel) as state:
+        strategy = MegatronTrainStrategy(config, state)
+        strategy.initialize()
+        steps = []
+        for stage in stages:
+            if stage == "save":
+                strategy.save_checkpoint(checkpoint)
+            elif stage == "load":
+                strategy.load_checkpoint(checkpoint)
+            else:
+                for step in range(3):
+                    batch = make_batch(seed=step + (10 if "save" in stages or "load" in stages else 0))
+                    batch = batch.chunk(state.degrees.dp)[state.at.dp]
+                    steps.append(strategy.train_step(batch, partial(weighted_nll, strategy)))
+        weights: dict[str, Tensor] = {}
+        for bucket in strategy.model_update(1 << 20):
+            weights |= bucket
+        return {"steps": steps, "weights": merge_stages(weights), "reports": state.is_reporter}
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ((2, {"tp": 2}), (2, {"tp": 2})),
+        ((2, {"tp": 2}), (2, {"pp": 2})),
+        ((2, {}), (4, {"tp": 2, "pp": 2})),
+        ((2, {"distributed": True}), (2, {"tp": 2})),
+        ((4, {"tp": 2, "distributed": True}), (2, {"distributed": True})),
+    ],
+    ids=str,
+)
+def test_continuing_from_a_checkpoint_equals_never_having_stopped(
+    ranks: RankPool, folder: Path, tmp_path: Path, saved: Any, loaded: Any
+) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    whole = ranks.run(continued, folder, dict(saved[1]), checkpoint, ("train", "save", "train"), world_size=saved[0])
+    rest = ranks.run(continued, folder, dict(loaded[1]), checkpoint, ("load", "train"), world_size=loaded[0])
+    expected, actual = (next(outcome for outcome in side if outcome["reports"]) for side in (whole, rest))
+    for one, other in zip(expected["steps"][3:], actual["steps"], strict=True):
+        for name in ("loss", "grad_norm", "lr"):
+            assert other[name] == pytest.approx(one[name], rel=1e-5), name
+    for name, weight in expected["weights"].items():
+        # Adam divides by the root of a second moment: rounding in a tiny gradient grows to a few 1e-5 of the weight.
+        np.testing.assert_allclose(actual["weights"][name], weight, rtol=0, atol=1e-4, err_msg=name)
+
+
+def distributed_update(folder: Path, distributed: bool) -> Any:
+    config = settings(folder, optimizer=OPTIMIZER.model_copy(update={"distributed": distributed}))
+    with parallel_groups(config.parallel) as state:
+        strategy = MegatronTrainStrategy(config, state)
+        strategy.initialize()
+        for seed in range(3):
+            share = make_batch(seed=seed).chunk(2)[state.at.dp]
+            metrics = strategy.train_step(share, partial(weighted_nll, strategy))
+        return metrics, merge_stages({k: v for bucket in strategy.model_update(1 << 20) for k, v in bucket.items()})
+
+
+def test_the_distributed_optimizer_makes_the_same_update(ranks: RankPool, folder: Path) -> None:
+    plain, _ = ranks.run(distributed_update, folder, False, world_size=2)
+    split, _ = ranks.run(distributed_update, folder, True, world_size=2)
+    assert split[0]["grad_norm"] == pytest.approx(plain[0]["grad_norm"], rel=1e-6)
+    for name, weight in plain[1].items():
+        torch.testing.assert_close(split[1][name], weight, rtol=0, atol=1e-6, msg=name)
+
+
+def degenerate_steps(folder: Path, layout: dict[str, Any]) -> Any:
+    config = settings(folder, **layout)
+    with parallel_groups(config.parallel) as state:
+        strategy = MegatronTrainStrategy(config, state)
+        strategy.initialize()
+
+        def weights() -> dict[str, Tensor]:
+            return {k: v for bucket in strategy.model_update(1 << 20) for k, v in bucket.items()}
+
+        before = weights()
+        no_tokens = make_batch().clone()
+        no_tokens["response_mask"].zero_()
+        empty = strategy.train_step(no_tokens, partial(weighted_nll, strategy))
+
+        def exploding(data: DataProto, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
+            loss, metrics = weighted_nll(strategy, data, output)
+            return loss * float("nan"), metrics
+
+        broken = strategy.train_step(make_batch(), exploding)
+        after = weights()
+        unchanged = all(torch.equal(before[name], after[name]) for name in before)
+        # One share has no response token: its rank still takes part, and contributes exactly zero.
+        partly = make_batch().clone()
+        partly["response_mask"][3:] = 0
+        share = partly.chunk(state.degrees.dp)[state.at.dp]
+        good = strategy.train_step(share, partial(weighted_nll, strategy))
+        return {"empty": empty, "broken": broken, "unchanged": unchanged, "good": good, "reports": state.is_reporter}
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [(2, {"tp": 2}), (2, {"pp": 2}), (2, {})])
+def test_steps_without_a_signal_change_nothing_and_say_so(
+    ranks: RankPool, folder: Path, world_size: int, layout: dict[str, Any]
+) -> None:
+    for outcome in ranks.run(degenerate_steps, folder, layout, world_size=world_size):
+        assert outcome["empty"]["skipped_steps"] == 1
+        assert outcome["broken"]["skipped_steps"] == 1
+        assert outcome["unchanged"]
+        assert outcome["good"]["skipped_steps"] == 0
+        if outcome["reports"]:
+            assert outcome["good"]["loss"] > 0
+
+
+def refused_batch(folder: Path, layout: dict[str, Any], kind: str) -> str:
+    config = settings(folder, **layout)
+    with parallel_groups(config.parallel) as state:
+        strategy = MegatronTrainStrategy(config, state)
+        strategy.initialize()
+        batch = make_batch().clone()
+        if kind == "id":
+            batch["input_ids"][1, 3] = 40
+        elif kind == "hole":
+            batch["attention_mask"][4, 5] = 0
+        if not state.is_leader:
+            batch = batch.stub()
+        with pytest.raises(ValueError, match="row") as refusal:
+            strategy.forward_step(batch, partial(plain_log_probs, strategy))
+        return str(refusal.value)
+
+
+@pytest.mark.parametrize("kind", ["id", "hole"])
+@pytest.mark.parametrize(("world_size", "layout"), [(2, {"tp": 2}), (4, {"tp": 2, "pp": 2})])
+def test_a_bad_batch_is_refused_on_every_rank_alike(
+    ranks: RankPool, folder: Path, world_size: int, layout: dict[str, Any], kind: str
+) -> None:
+    messages = ranks.run(refused_batch, folder, layout, kind, world_size=world_size)
+    assert len(set(messages)) == 1
+    assert ("40" in messages[0] and "row 1" in messages[0]) if kind == "id" else "row 4" in messages[0]
+
+
+def test_training_needs_an_optimizer(folder: Path) -> None:
+    with pytest.raises(ValueError, match="optimizer"):
+        settings(folder, optimizer=None)
