@@ -1,12 +1,17 @@
-"""Fixtures that several test folders share."""
+"""Fixtures that several test folders share, and settings of hypothesis."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.rank_pool import RankPool
+
+# No limit of time per example, which a busy machine exceeds, and the same examples always.
+settings.register_profile("steady", deadline=None, derandomize=True)
+settings.load_profile("steady")
 
 
 @pytest.fixture(scope="session")

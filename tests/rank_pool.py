@@ -22,6 +22,7 @@ import pickle
 import re
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -202,6 +203,10 @@ def _serve(connection: Connection, stacks: str) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    # To the parent these processes are daemons, which it ends with itself; as for themselves, they may have children
+    # (the writers of a checkpoint).
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
     connection.send(True)
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
@@ -215,6 +220,14 @@ def _serve(connection: Connection, stacks: str) -> None:
                 return
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+def _end_with_the_parent() -> None:
+    """Without this, a rank that waits for a peer in a collective would outlive a test run that was killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _run_as_rank(rank: int, world_size: int, store: str, job: bytes) -> tuple[bool, float, bytes | str]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -33,6 +36,18 @@ def exit_on_one(rank: int) -> None:
 def sleep_on_one(rank: int) -> None:
     if dist.get_rank() == rank:
         time.sleep(60)
+
+
+def pool_of_a_process_that_dies(pids: str) -> None:
+    """Run as a process of its own: both ranks write their number and wait, then nobody is left to stop them."""
+    pool = RankPool(size=2)
+    with pytest.raises(RankError):  # never: the process is killed before
+        pool.run(write_pid_and_wait, pids)
+
+
+def write_pid_and_wait(folder: str) -> None:
+    (Path(folder) / str(os.getpid())).touch()
+    time.sleep(60)
 
 
 def threads_and_group() -> tuple[str, int, int]:
@@ -95,6 +110,20 @@ def test_a_stuck_rank_is_reported_with_its_stack(ranks: RankPool) -> None:
     assert caught.value.rank == 1
     assert "sleep_on_one" in caught.value.traceback
     assert len(ranks.run(sum_of_ranks, 1.0, world_size=2)) == 2
+
+
+def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    owner = multiprocessing.get_context("spawn").Process(target=pool_of_a_process_that_dies, args=(str(tmp_path),))
+    owner.start()
+    while len(pids := [int(path.name) for path in tmp_path.iterdir()]) < 2:
+        assert owner.is_alive()
+        time.sleep(0.05)
+    owner.kill()
+    owner.join()
+    deadline = time.monotonic() + 20  # less than the ranks would wait
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
+        assert time.monotonic() < deadline, f"ranks {pids} are still alive"
+        time.sleep(0.05)
 
 
 def test_more_ranks_than_processes_are_refused(ranks: RankPool) -> None:

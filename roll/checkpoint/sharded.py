@@ -14,10 +14,6 @@ from megatron.core import dist_checkpointing
 
 from roll.checkpoint.folders import begin_folder, finish_folder
 
-# Optimizer state is stored by parameter, not by the flat buffer of one data-parallel layout, so that it can be read
-# under other degrees.
-OPTIMIZER_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
-
 
 def save_sharded(folder: Path, state_dict: dict[str, Any]) -> None:
     """Write a sharded state dict. Collective; the folder appears when every rank has written its part."""

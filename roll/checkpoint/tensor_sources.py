@@ -76,7 +76,8 @@ class HfFolder:
         shapes: dict[str, tuple[int, ...]] = {}
         for file_name in sorted(set(self._file_of.values())):
             with safe_open(self.folder / file_name, framework="pt") as file:
-                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+                held = [name for name in file.keys() if self._file_of.get(name) == file_name]  # noqa: SIM118
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in held}
         return shapes
 
     def part(self, name: str, dim: int | None, index: int, count: int) -> Tensor:

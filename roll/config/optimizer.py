@@ -34,8 +34,6 @@ class OptimizerSettings(Settings):
     """What the learning rate does after the warm-up; linear and cosine reach `min_lr` at `total_steps`."""
     total_steps: PositiveInt | None = None
     """Steps of the whole schedule, warm-up included; linear and cosine need it."""
-    distributed: bool = False
-    """Whether the optimizer's state is split over the data-parallel ranks."""
 
     def checks(self) -> Iterable[Check]:
         return (self._min_lr_is_below_lr, self._schedule_has_an_end, self._warmup_fits)

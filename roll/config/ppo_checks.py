@@ -38,6 +38,7 @@ def ppo_checks(config: PPOConfig) -> Iterator[Check]:
     for role in ("actor", "critic", "reference"):
         yield partial(_rows_divide_over_ranks, config, role)
     yield partial(_rows_divide_over_rollout, config)
+    yield partial(_held_out_divides_over_rollout, config)
     for role in TRAIN_ROLES:
         yield partial(_mini_batch_divides_over_ranks, config, role)
     yield partial(_warm_start_batch_divides_over_ranks, config)
@@ -145,6 +146,12 @@ def _rows_divide_over_ranks(config: PPOConfig, role: str) -> Iterator[Problem]:
         yield Problem(f"{role}.world_size", f"{_data_parallel(config, role)} does not divide {_rows(config)}")
 
 
+def _held_out_divides_over_rollout(config: PPOConfig) -> Iterator[Problem]:
+    if config.task.eval_size % config.rollout.world_size:
+        size = f"{config.task.eval_size} is not a multiple of rollout.world_size {config.rollout.world_size}"
+        yield Problem("task.eval_size", size)
+
+
 def _rows_divide_over_rollout(config: PPOConfig) -> Iterator[Problem]:
     if config.ppo.rows_per_step % config.rollout.world_size:
         yield Problem("rollout.world_size", f"{config.rollout.world_size} does not divide {_rows(config)}")
@@ -179,5 +186,5 @@ def _data_parallel(config: PPOConfig, role: str) -> str:
 def _kl_horizon_is_long_enough(config: PPOConfig) -> Iterator[Problem]:
     kl, rows = config.ppo.kl, config.ppo.rows_per_step
     if kl.kind == "adaptive" and kl.horizon <= LARGEST_KL_ERROR * rows:
-        least = f"{LARGEST_KL_ERROR} x {_rows(config)}"
+        least = f"{LARGEST_KL_ERROR} times {_rows(config)}"
         yield Problem("ppo.kl.horizon", f"{kl.horizon} is not above {least}; the weight could turn negative")

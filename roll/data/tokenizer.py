@@ -7,6 +7,7 @@ are five tokens, not the end token.
 
 from __future__ import annotations
 
+import string
 from collections.abc import Iterable
 
 from tokenizers import Regex, Tokenizer
@@ -17,10 +18,10 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 
-# 60 characters, which makes 64 tokens: divisible by every tensor parallel degree of a small model. They hold the
-# questions and answers of chain_sum, decimal_chain_sum, basic_arithmetic, products, gcd, lcm, simple_equations,
-# number_format and leg_counting. The order is part of the format: a saved model depends on it.
-DEFAULT_ALPHABET = "0123456789 +-*/=().,:?\nabcdefghijklmnopqrstuvwxyzCDEFGLMNSWY"
+# 92 characters, which makes 96 tokens: divisible by every tensor parallel degree of a small model. They hold words and
+# short arithmetic, such as the questions and answers of spell_backward, chain_sum, products, gcd and simple_equations.
+# The order is part of the format: a saved model depends on it.
+DEFAULT_ALPHABET = "0123456789 +-*/=().,:?\n" + string.ascii_lowercase + string.ascii_uppercase + "!\"#$%&';<>@[]^_{}"
 
 
 def build_char_tokenizer(alphabet: str | None = None) -> PreTrainedTokenizerFast:
@@ -50,7 +51,6 @@ def build_char_tokenizer(alphabet: str | None = None) -> PreTrainedTokenizerFast
         unk_token=unk,
         padding_side="left",
         clean_up_tokenization_spaces=False,
-        model_input_names=["input_ids", "attention_mask"],
         split_special_tokens=True,  # a text cannot spell a special token
     )
 

@@ -24,7 +24,7 @@ class PackedCausalAttention(nn.Module):
     """softmax(q k^T / sqrt(d)) v with the causal mask, each token within its own segment.
 
     flash-attn's varlen kernel does it in one call where it is installed and can be used (16-bit tensors on a GPU);
-    elsewhere each segment goes through torch's scaled_dot_product_attention.
+    elsewhere the segments go through torch's scaled_dot_product_attention.
     """
 
     def __init__(
@@ -74,16 +74,13 @@ class PackedCausalAttention(nn.Module):
         )
 
     def _by_segment(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequence) -> Tensor:
-        lengths = packed.cu_seqlens_q.diff().tolist()
-        contexts = [
-            scaled_dot_product_attention(
-                q.transpose(0, 1).unsqueeze(0),
-                k.transpose(0, 1).unsqueeze(0),
-                v.transpose(0, 1).unsqueeze(0),
-                is_causal=True,
-                scale=self.softmax_scale,
-                enable_gqa=True,
-            )
-            for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
-        ]
-        return torch.cat([context.squeeze(0).transpose(0, 1) for context in contexts])
+        """Each segment for itself; those of one length go through the kernel together, as a batch."""
+        assert packed.by_length is not None
+        sizes = [length * count for length, count in packed.lengths]
+        shares = [x[packed.by_length].split(sizes) for x in (query, key, value)]
+        contexts = []
+        for (length, count), *parts in zip(packed.lengths, *shares, strict=True):
+            q, k, v = (part.unflatten(0, (count, length)).transpose(1, 2) for part in parts)
+            context = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True)
+            contexts.append(context.transpose(1, 2).flatten(0, 1))
+        return torch.cat(contexts)[packed.by_length.argsort()]

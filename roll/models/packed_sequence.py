@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
@@ -20,11 +21,19 @@ class PackedSequence(PackedSeqParams):
 
     position_ids: Tensor | None = None
     """`[T]` int64."""
+    by_length: Tensor | None = None
+    """`[T]` int64: the tokens of the shortest segments first, those of the longest last."""
+    lengths: tuple[tuple[int, int], ...] = ()
+    """(length, number of segments of that length), shortest first."""
 
     @classmethod
     def of(cls, rows: PackedRows) -> PackedSequence:
         device = rows.input_ids.device
         cu_seqlens = rows.cu_seqlens.to(device)
+        lengths = rows.cu_seqlens.diff()
+        # Stable, so that the tokens of a segment stay together and in order.
+        by_length = torch.sort(lengths.repeat_interleave(lengths), stable=True).indices
+        kinds, counts = lengths.unique(return_counts=True)
         return cls(
             qkv_format="sbhd",
             cu_seqlens_q=cu_seqlens,
@@ -32,4 +41,6 @@ class PackedSequence(PackedSeqParams):
             max_seqlen_q=rows.max_seqlen,
             max_seqlen_kv=rows.max_seqlen,
             position_ids=rows.position_ids[0],
+            by_length=by_length.to(device),
+            lengths=tuple(zip(kinds.tolist(), counts.tolist(), strict=True)),
         )

@@ -15,7 +15,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from roll.checkpoint.hf import save_hf
-from roll.checkpoint.sharded import OPTIMIZER_METADATA, load_sharded, save_sharded
+from roll.checkpoint.sharded import load_sharded, save_sharded
 from roll.config import OptimizerSettings, StrategySettings
 from roll.data.micro_batches import cut_micro_batches
 from roll.models.hf_mapping import export_hf_tensors
@@ -46,11 +46,8 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
         settings = self.optimizer_settings
         self.ddp = DistributedDataParallel(
             self.gpt.config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                use_distributed_optimizer=settings.distributed,
-                average_in_collective=False,  # Gradients are plain sums: see `megatron_config`.
-            ),
+            # Gradients are plain sums: see `megatron_config`.
+            DistributedDataParallelConfig(grad_reduce_in_fp32=True, average_in_collective=False),
             self.gpt,
             pg_collection=self.state.megatron,
         )
@@ -132,11 +129,10 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
         self.schedule.load_state_dict(loaded["schedule"])
 
     def _sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
-        metadata = OPTIMIZER_METADATA | {"dp_cp_group": self.state.megatron.dp_cp}
-        model = self.gpt.sharded_state_dict(metadata=metadata)
+        model = self.gpt.sharded_state_dict(metadata={"dp_cp_group": self.state.megatron.dp_cp})
         return {
             "model": model,
-            "optimizer": self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata),
+            "optimizer": self.optimizer.sharded_state_dict(model, is_loading=is_loading),
             "schedule": self.schedule.state_dict(),
         }
 
@@ -163,7 +159,6 @@ def _optimizer_config(settings: OptimizerSettings, dtype: str) -> OptimizerConfi
         clip_grad=settings.max_grad_norm,
         bf16=dtype == "bfloat16",
         params_dtype=getattr(torch, dtype),
-        use_distributed_optimizer=settings.distributed,
     )
 
 

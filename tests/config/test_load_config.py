@@ -166,14 +166,17 @@ def test_an_unusable_setting_skips_only_its_own_checks(complaints: Complaints) -
     assert complaints("actor.parallel.tp=x", "actor.parallel.pp=4", "task.train_size=11", "critic.world_size=5") == [
         f"actor.parallel.tp: {wrong}",
         "actor.parallel.pp: 4 does not divide the model's num_hidden_layers 6",
-        "task.train_size: 11 is less than warm_start.batch_size 12",
         "critic.world_size: the data-parallel degree of critic, 5 ranks / 1 per copy = 5 does not divide "
         "ppo.prompts_per_step 8 x ppo.responses_per_prompt 3 = 24 rows",
         "ppo.mini_batch_size: 12 is not a multiple of the data-parallel degree of critic, 5 ranks / 1 per copy = 5",
+        "task.train_size: 11 is less than warm_start.batch_size 12",
     ]
     assert complaints("model.config.num_hidden_layers=x", "actor.parallel.tp=8", "actor.world_size=8") == [
         f"model.config.num_hidden_layers: {wrong}",
         "actor.parallel.tp: 8 does not divide the model's num_key_value_heads 4",
+    ]
+    assert complaints("critic.micro_batch.rows=${gone}", "critic.micro_batch.max_tokens=null") == [
+        "critic.micro_batch.rows: Interpolation key 'gone' not found"
     ]
     assert complaints("task=5", "rollout.world_size=5")[0] == "task: must be a section of settings, got 5"
 
@@ -284,6 +287,14 @@ def test_dump_reads_back(base: Path, tmp_path: Path) -> None:
     copy.write_text(dump_config(config), encoding="utf-8")
     assert load_config(PPOConfig, copy) == config
     assert "sequence_parallel: false" in copy.read_text(encoding="utf-8"), "defaults are written out"
+
+
+@pytest.mark.parametrize(
+    "text", ["${x}", r"\${x}", r"\\${x}", r"a\b ${x} \\", "${", "1e-5", "null", "yes", "2024-01-01", " "]
+)
+def test_dump_reads_back_text_that_could_be_something_else(tmp_path: Path, text: str) -> None:
+    outer = Outer(inner=Inner(text=text))
+    assert load_text(tmp_path, dump_config(outer)) == outer
 
 
 def readable_text() -> st.SearchStrategy[str]:

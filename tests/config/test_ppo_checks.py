@@ -63,6 +63,7 @@ REFUSALS = {
         f"reference.world_size: the data-parallel degree of reference, 7 ranks / 1 per copy = 7 does not divide {ROWS}"
     ],
     "rollout.world_size=5": [f"rollout.world_size: 5 does not divide {ROWS}"],
+    "rollout.world_size=3": ["task.eval_size: 10 is not a multiple of rollout.world_size 3"],
     "warm_start.world_size=5": [
         "warm_start.batch_size: 12 is not a multiple of the data-parallel degree of warm_start, "
         "5 ranks / 1 per copy = 5"
@@ -106,7 +107,11 @@ REFUSALS = {
     "ppo.kl.target=null": ["ppo.kl.target: kind 'adaptive' needs it, got null"],
     "ppo.kl.coef=0": ["ppo.kl.coef: kind 'adaptive' scales it, so it must be above 0, got 0.0"],
     "ppo.kl.horizon=4.8": [
-        f"ppo.kl.horizon: 4.8 is not above 0.2 x {ROWS}; the weight could turn negative",
+        f"ppo.kl.horizon: 4.8 is not above 0.2 times {ROWS}; the weight could turn negative",
+    ],
+    "ppo.prompts_per_step=20 ppo.responses_per_prompt=1 ppo.mini_batch_size=20 ppo.kl.horizon=4": [
+        "ppo.kl.horizon: 4.0 is not above 0.2 times ppo.prompts_per_step 20 x ppo.responses_per_prompt 1 = 20 rows; "
+        "the weight could turn negative",
     ],
     "reward.function=my_reward": ["reward.function: must look like package.module:function, got 'my_reward'"],
     "reward.function=a.b:c.d": ["reward.function: must look like package.module:function, got 'a.b:c.d'"],

@@ -1,0 +1,54 @@
+# `make help` lists the targets. Needed on the machine: Python 3.11, make, git.
+#
+# PYTHON     interpreter that .venv is made from: make test PYTHON=/opt/python3.11/bin/python3
+# PIP_EXTRA  more options for pip install. The pinned torch exists on PyPI as a CUDA build of several GB;
+#            on a Linux machine without a GPU take the CPU build from PyTorch's own index:
+#            make test PIP_EXTRA='--extra-index-url https://download.pytorch.org/whl/cpu'
+# ARGS       what follows the command line: make ppo ARGS='ppo.steps=5', make test ARGS='-m "not slow"'
+
+PYTHON    ?= $(shell command -v python3.11 || command -v python3 || echo python3.11)
+PIP_EXTRA ?=
+ARGS      ?=
+
+BIN   := .venv/bin
+STAMP := .venv/installed
+CODE  := $(wildcard roll tests examples benchmarks docs)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help .venv ppo ppo-pp2 test check format clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[.a-z0-9-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+.venv: $(STAMP) ## create .venv and install the pinned dependencies
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"roll needs Python 3.11, {sys.executable} is {sys.version}")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check --no-input $(PIP_EXTRA) -c constraints.txt -e '.[dev]'
+	@touch $(STAMP)
+
+ppo: $(STAMP) ## PPO on short arithmetic: actor and critic at tensor parallel 2
+	$(BIN)/python examples/run_ppo.py --config examples/ppo_cpu.yaml $(ARGS)
+
+ppo-pp2: $(STAMP) ## the same run at pipeline parallel 2
+	$(BIN)/python examples/run_ppo.py --config examples/ppo_cpu_pp2.yaml $(ARGS)
+
+# One thread per process: the tests start several ranks at once, and their sums must not depend on the core count.
+test: $(STAMP) ## the whole test suite
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP) ## format, lint, types, layers
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: $(STAMP) ## rewrite files to the format, with the fixes that are safe
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+clean: ## remove .venv and caches; runs/ stays
+	rm -rf .venv .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""The algorithms, as one readable loop each."""

@@ -1,0 +1,176 @@
+"""Proximal policy optimisation (Schulman et al. 2017) with a critic and a KL penalty to a frozen reference.
+
+`PPOPipeline.step` is the algorithm; everything it calls is a batch sent to a role, or a pure function.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import ray
+from rich.console import Console
+
+from roll.algorithms import make_kl_controller
+from roll.config import PPOConfig, dump_config
+from roll.data.micro_batches import with_plan
+from roll.data.prompts import PromptSampler
+from roll.pipelines.experience import StepMetrics, add_advantages
+from roll.pipelines.prompt_data import PromptData
+from roll.pipelines.roles import Roles, place_roles, start_roles
+from roll.pipelines.tracker import RunTracker, Sample
+from roll.pipelines.warm_start import model_folder
+from roll.protocol import DataProto
+from roll.workers import Cluster, start_ray
+
+FINAL_MODEL = "final"
+"""The folder of a run that holds the trained policy in Hugging Face layout."""
+
+
+def run_ppo(config: PPOConfig, data: PromptData, console: Console | None = None) -> Path:
+    """Run PPO as configured, on a Ray that is there or is started here; the folder of the run.
+
+    Whatever ends it (success, an error, Ctrl-C), no actor is left, and every file is whole.
+
+    Args:
+        data: from `load_prompt_data(config)`, which finds what is wrong before anything is started.
+
+    Raises:
+        ValueError: Ray has fewer devices than the roles need.
+        WorkerError: a role failed; with the traceback of the rank that failed first.
+    """
+    console = console or Console()
+    most_ranks = max(getattr(config, role).world_size for role in ("actor", "critic", "reference", "rollout"))
+    with ExitStack() as cleanup:
+        if start_ray(config.ray.address, config.ray.num_cpus or most_ranks):
+            cleanup.callback(ray.shutdown)
+        model = model_folder(config, data, console).absolute()
+        tracker = cleanup.enter_context(
+            RunTracker(
+                config.run_dir,
+                config_yaml=dump_config(config),
+                total_steps=config.ppo.steps,
+                title=f"PPO on {config.task.name}",
+                console=console,
+            )
+        )
+        placement = cleanup.enter_context(place_roles(config))
+        with tracker.phase("start"):
+            roles = start_roles(config, model, data.tokenizer, placement)
+        PPOPipeline(config, data, roles, tracker).run()
+    return config.run_dir
+
+
+class PPOPipeline:
+    """The training loop over roles that are running."""
+
+    def __init__(self, config: PPOConfig, data: PromptData, roles: Roles, tracker: RunTracker) -> None:
+        self.config, self.data, self.roles, self.tracker = config, data, roles, tracker
+        self.prompts = PromptSampler(len(data.train), config.ppo.prompts_per_step, config.seed)
+        kl = config.ppo.kl
+        self.kl_controller = make_kl_controller(kl.kind, kl.coef, kl.target, kl.horizon)
+
+    def run(self) -> None:
+        """All steps, with an evaluation before the first, every `eval_every` steps, and after the last."""
+        ppo = self.config.ppo
+        self.sync_weights()
+        self.tracker.log(0, self.evaluate())
+        for step in range(1, ppo.steps + 1):
+            metrics, tokens = self.step(step)
+            if step % ppo.eval_every == 0 or step == ppo.steps:
+                metrics |= self.evaluate()
+            self.tracker.log(step, metrics, tokens=tokens)
+        with self.tracker.phase("save"):
+            self.roles.actor.call("save_hf", (self.config.run_dir / FINAL_MODEL).absolute())
+
+    def step(self, step: int) -> tuple[StepMetrics, int]:
+        """One step of PPO; its metrics, and the number of tokens in its batch."""
+        batch = self.sample(step)
+        batch = self.score(batch)
+        batch = self.look_up(batch)
+        batch, metrics = add_advantages(batch, self.config.ppo, self.kl_controller.value)
+        self.kl_controller.update(metrics["kl"], len(batch))
+        metrics |= self.learn(step, batch)
+        self.sync_weights()
+        self.record_samples(step, batch)
+        return metrics, int(batch["attention_mask"].sum())
+
+    def sample(self, step: int) -> DataProto:
+        """Responses of the current policy to the next prompts."""
+        prompts = self.data.train.select_idxs(next(self.prompts)).repeat(self.config.ppo.responses_per_prompt)
+        with self.tracker.phase("rollout"):
+            return self.roles.rollout.call("generate", prompts, seed=self._seed(step))
+
+    def score(self, batch: DataProto) -> DataProto:
+        """Add `scores`."""
+        with self.tracker.phase("reward"):
+            return batch.union(self.roles.reward.call("score", batch))
+
+    def look_up(self, batch: DataProto) -> DataProto:
+        """Add what the models say of the sampled tokens: `log_probs`, `entropy`, `ref_log_probs`, `values`."""
+        tokens = batch.select(["input_ids", "attention_mask", "response_mask"], [])
+        roles = self.roles
+        with self.tracker.phase("log_probs"):
+            policy = roles.actor.submit("compute_log_probs", self._planned(tokens, roles.actor))
+            reference = roles.reference.submit("compute_log_probs", self._planned(tokens, roles.reference))
+            values = roles.critic.submit("compute_values", self._planned(tokens, roles.critic))
+            batch = batch.union(policy.result())
+            batch = batch.union(DataProto.from_dict({"ref_log_probs": reference.result()["log_probs"]}))
+            return batch.union(values.result())
+
+    def learn(self, step: int, batch: DataProto) -> StepMetrics:
+        """The optimizer steps of this step: `epochs` passes over the batch in mini-batches."""
+        ppo, roles = self.config.ppo, self.roles
+        trained = batch.select(
+            ["input_ids", "attention_mask", "response_mask", "log_probs", "values", "advantages", "returns"], []
+        )
+        actor_steps: list[StepMetrics] = []
+        critic_steps: list[StepMetrics] = []
+        with self.tracker.phase("train"):
+            for mini_batch in trained.make_iterator(ppo.mini_batch_size, ppo.epochs, seed=self._seed(step)):
+                # One role after the other: they share devices, and would only hold up each other's collectives.
+                critic_steps += roles.critic.call("train_values", self._planned(mini_batch, roles.critic), ppo)[:1]
+                if step > ppo.critic_warmup_steps:
+                    actor_steps += roles.actor.call("train_policy", self._planned(mini_batch, roles.actor), ppo)[:1]
+        return _means("", actor_steps) | _means("critic/", critic_steps)
+
+    def sync_weights(self) -> None:
+        """Give the rollout role the actor's weights."""
+        with self.tracker.phase("sync"):
+            bucket_bytes = int(self.config.rollout.weight_bucket_mb * 2**20)
+            stages = self.roles.actor.call("weights", bucket_bytes)
+            self.roles.rollout.call("update_weights", stages)
+
+    def evaluate(self) -> StepMetrics:
+        """Greedy answers to the held-out prompts."""
+        with self.tracker.phase("eval"):
+            answers = self.roles.rollout.call("generate", self.data.held_out, seed=0, greedy=True)
+            scored = self.roles.reward.call("score", answers)
+        return {"eval/exact_match": float(scored["exact"].mean()), "eval/reward": float(scored["scores"].mean())}
+
+    def record_samples(self, step: int, batch: DataProto) -> None:
+        """Write down the first completions of the step."""
+        ppo = self.config.ppo
+        if step % ppo.sample_every:
+            return
+        texts = batch.non_tensor_batch
+        self.tracker.log_samples(
+            step,
+            [
+                Sample(texts["prompt"][i], texts["response"][i], float(batch["scores"][i]), texts["entry"][i]["answer"])
+                for i in range(min(ppo.samples_per_step, len(batch)))
+            ],
+        )
+
+    def _planned(self, batch: DataProto, cluster: Cluster) -> DataProto:
+        """The batch with a micro-batch plan for this role."""
+        return with_plan(batch, cluster.degrees.dp, getattr(self.config, cluster.role).micro_batch)
+
+    def _seed(self, step: int) -> int:
+        return self.config.seed * 1_000_003 + step
+
+
+def _means(prefix: str, steps: list[StepMetrics]) -> StepMetrics:
+    """Means over optimizer steps, under `prefix`."""
+    return {prefix + name: float(np.mean([step[name] for step in steps])) for name in (steps[0] if steps else {})}

@@ -1,0 +1,290 @@
+"""The ranks of one role as Ray actors, and how the driver calls them.
+
+    driver                         rank 0            rank 1
+    call ── route ── put shares ──▶ execute ────────▶ execute
+      │                                │  collectives  │
+      └── wait ◀── result or RankError ┴───────────────┘ ── gather
+
+While the driver waits on one call it watches all clusters of the placement: every call in flight, and a heartbeat to
+every actor, which shows the death of an actor that is not part of the call. The first failure ends the wait: after a
+moment in which the failures of other ranks arrive, the cluster's actors are killed and the first cause is raised.
+Nothing waits for a collective to time out.
+
+The driver uses a cluster from one thread.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import PurePath
+from types import TracebackType
+from typing import Any, NoReturn
+
+import ray
+from ray.exceptions import RayError
+
+from roll.parallel.degrees import ParallelDegrees
+from roll.workers.dispatch import gather, plan_of, reporting_ranks, route, rule_of
+from roll.workers.failure import HEARTBEAT, CallTimedOut, Failure, WorkerError, failure_of, worker_failed
+from roll.workers.placement import Placement
+from roll.workers.worker import Worker
+
+HEARTBEAT_S = 2.0
+"""How often an actor that has nothing to do is asked whether it lives."""
+GRACE_S = 1.0
+"""How long the failures of other ranks are gathered after the first one, in case one of them is the cause."""
+CAUSE_S = 4.0
+"""The same while all known failures follow from a lost peer, so that the cause is still to come."""
+STOP_S = 10.0
+"""How long `shutdown` waits for Ray to confirm that the actors are gone."""
+
+
+class PendingCall:
+    """A call that every rank of a cluster has been sent. `result` waits for it; made by `Cluster.submit`."""
+
+    def __init__(self, cluster: Cluster, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.cluster = cluster
+        self.method = method
+        self.failures: list[Failure] = []
+        self._dispatch = rule_of(cluster.worker_cls, method)
+        # A call that does not fit the signature is refused here, with Python's own message.
+        inspect.signature(getattr(cluster.worker_cls, method)).bind(None, *args, **kwargs)
+        self._plan = plan_of(args, kwargs)
+        self._reporters = reporting_ranks(self._dispatch, cluster.degrees)
+        self._answers: dict[int, Any] = {}
+        routed = route(self._dispatch, cluster.degrees, args, kwargs, put=_put)
+        self.pending: dict[ray.ObjectRef, int] = {
+            actor.execute.options(name=f"{cluster.role}.{method}").remote(
+                method, rank in self._reporters, *routed[rank].args, **routed[rank].kwargs
+            ): rank
+            for rank, actor in enumerate(cluster.actors)
+        }
+
+    def done(self) -> bool:
+        """Whether every rank has answered or failed. Does not wait."""
+        refs = list(self.pending)
+        return not refs or len(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) == len(refs)
+
+    def result(self, timeout: float | None = None) -> Any:
+        """The value of the call, as its dispatch rule collects it.
+
+        A wait that ends in any other way (a rank fails, `timeout` seconds pass, Ctrl-C) kills the cluster's actors,
+        since they may sit in a collective for ever. Raises WorkerFailed, for this cluster or another one of the
+        placement, or CallTimedOut. The default limit is the cluster's `call_timeout_s`.
+        """
+        seconds = self.cluster.call_timeout_s if timeout is None else timeout
+        finished = False
+        try:
+            self._wait(seconds)
+            finished = True
+        finally:
+            self.cluster.forget(self)
+            if not finished:
+                self.cluster.kill()
+        return gather(self._dispatch, [self._answers[rank] for rank in self._reporters], self._plan)
+
+    def take(self, ref: ray.ObjectRef) -> None:
+        """Keep the answer of one rank, which has arrived."""
+        rank = self.pending.pop(ref)
+        try:
+            self._answers[rank] = ray.get(ref)
+        except RayError as error:
+            self.failures.append(failure_of(error, self.cluster.role, rank, self.method))
+
+    def _wait(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while True:
+            self.cluster.raise_if_stopped()
+            clusters = [cluster for cluster in self.cluster.placement.clusters if not cluster.stopped]
+            if any(call.failures for cluster in clusters for call in cluster.calls()):
+                _raise_first_cause(clusters)
+            if not self.pending:
+                return
+            left = deadline - time.monotonic()
+            if left <= 0:
+                missing = tuple(sorted(self.pending.values()))
+                world_size = self.cluster.degrees.world_size
+                error = CallTimedOut(self.cluster.role, self.method, seconds, missing, world_size)
+                self.cluster.fail(error)
+                raise error
+            for cluster in clusters:
+                cluster.beat()
+            _take_ready([call for cluster in clusters for call in cluster.calls()], min(left, HEARTBEAT_S))
+
+
+class Cluster:
+    """The actors of one role. A context manager; `placement` also stops it.
+
+    The constructor starts all actors and does not wait for them, so that the clusters of a run start side by side;
+    `ready`, or the first call, waits. `worker_kwargs` go to the constructor of every worker, beside `role`, `rank` and
+    `world_size`. `threads` is the number of threads a worker computes with on a CPU.
+
+    Raises ValueError if the layout of the placement does not have this role with this number of ranks.
+    """
+
+    def __init__(
+        self,
+        worker_cls: type[Worker],
+        *,
+        role: str,
+        degrees: ParallelDegrees,
+        placement: Placement,
+        worker_kwargs: Mapping[str, Any] | None = None,
+        call_timeout_s: float = 1800.0,
+        start_timeout_s: float = 300.0,
+        threads: int = 1,
+    ) -> None:
+        placed = placement.layout.roles.get(role)
+        if placed != degrees.world_size:
+            raise ValueError(f"{role} has {degrees.world_size} ranks, the placement has {placed or 'none'} for it")
+        self.worker_cls, self.role, self.degrees, self.placement = worker_cls, role, degrees, placement
+        self.call_timeout_s, self.start_timeout_s, self.threads = call_timeout_s, start_timeout_s, threads
+        self.actors: list[Any] = []  # handles, on which Ray makes the methods of the class
+        self._in_flight: list[PendingCall] = []
+        self._heartbeat: PendingCall | None = None
+        self._last_beat = time.monotonic()
+        self._failure: WorkerError | None = None
+        self._killed = self._gone = False
+        placement.clusters.append(self)
+        actor_cls: Any = ray.remote(worker_cls)
+        identity = {"role": role, "world_size": degrees.world_size}
+        for rank in range(degrees.world_size):
+            placed_cls = actor_cls.options(**placement.actor_options(role, rank))
+            self.actors.append(placed_cls.remote(rank=rank, **identity, **(worker_kwargs or {})))
+        self._address: PendingCall | None = self._send("address")
+
+    def ready(self) -> None:
+        """Wait until every worker is made and knows its rendezvous. Raises WorkerFailed if one cannot be made."""
+        if self._address is not None:
+            address, self._address = self._address, None
+            host, port = address.result(self.start_timeout_s)
+            self._send("join", host, port, self.threads).result(self.start_timeout_s)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a registered method on every rank and wait for its value (see `submit` and `PendingCall.result`)."""
+        return self.submit(method, *args, **kwargs).result()
+
+    def submit(self, method: str, *args: Any, **kwargs: Any) -> PendingCall:
+        """Send a registered method to every rank; a handle whose `result()` waits for it.
+
+        Raises ValueError for a method that is not registered or a batch that does not divide, TypeError for arguments
+        that do not fit the method's signature, WorkerError if the cluster has been stopped.
+        """
+        self.raise_if_stopped()
+        self.ready()
+        return self._send(method, *args, **kwargs)
+
+    def shutdown(self) -> None:
+        """Kill the actors and wait until Ray confirms that they are gone. Calling it again does nothing."""
+        self.kill()
+        if self._gone:
+            return
+        self._gone = True
+        # A call to an actor that is gone fails; it is the one answer that says so on any node.
+        farewells: list[ray.ObjectRef] = [actor.alive.remote() for actor in self.actors]
+        if farewells:
+            ray.wait(farewells, num_returns=len(farewells), timeout=STOP_S)
+        if self in self.placement.clusters:
+            self.placement.clusters.remove(self)
+
+    def kill(self) -> None:
+        """Kill the actors without waiting. Calls in flight fail; later ones are refused."""
+        if not self._killed:
+            self._killed = True
+            for actor in self.actors:
+                ray.kill(actor)
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _send(self, method: str, *args: Any, **kwargs: Any) -> PendingCall:
+        call = PendingCall(self, method, args, kwargs)
+        self._in_flight.append(call)
+        return call
+
+    # What a waiting call needs of its own cluster and of the others.
+
+    def calls(self) -> Iterator[PendingCall]:
+        """The calls that have not been collected, the heartbeat among them."""
+        yield from self._in_flight
+        if self._heartbeat is not None:
+            yield self._heartbeat
+
+    def forget(self, call: PendingCall) -> None:
+        """The call has been collected, or given up."""
+        if call in self._in_flight:
+            self._in_flight.remove(call)
+
+    def beat(self, pause: float = HEARTBEAT_S) -> None:
+        """Ask every actor whether it lives, unless the last question is still open or less than `pause` seconds old."""
+        if self._heartbeat is not None and (self._heartbeat.pending or self._heartbeat.failures):
+            return
+        if time.monotonic() - self._last_beat < pause:
+            return
+        self._last_beat = time.monotonic()
+        self._heartbeat = PendingCall(self, HEARTBEAT, (), {})
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the actors have been killed, so that their failures tell nothing."""
+        return self._killed
+
+    def fail(self, error: WorkerError) -> None:
+        """Kill the actors; every later use of the cluster raises the error."""
+        self._failure = error
+        self.kill()
+
+    def raise_if_stopped(self) -> None:
+        """Raise what ended this cluster, if it was stopped."""
+        if self._failure is not None:
+            raise self._failure
+        if self._killed:
+            raise WorkerError(f"the {self.role} cluster was stopped")
+
+
+def _raise_first_cause(clusters: list[Cluster]) -> NoReturn:
+    """Gather the failures of all ranks for a moment, stop the clusters that have one, and raise the first cause."""
+    for cluster in clusters:
+        cluster.beat(pause=0)  # an actor that had answered may have died and be the cause
+    calls = [call for cluster in clusters for call in cluster.calls()]
+    begun = time.monotonic()
+    while True:
+        failures = [failure for call in calls for failure in call.failures]
+        limit = CAUSE_S if all(failure.follows_from_a_peer for failure in failures) else GRACE_S
+        left = begun + limit - time.monotonic()
+        if left <= 0 or not any(call.pending for call in calls):
+            break
+        _take_ready(calls, left)
+    failed = {call.cluster.role: call.cluster for call in calls if call.failures}
+    waiting = {(call.cluster.role, rank) for call in calls for rank in call.pending.values()}
+    waiting -= {(failure.role, failure.rank) for failure in failures}
+    error = worker_failed(failures, [f"{role} rank {rank}" for role, rank in sorted(waiting) if role in failed])
+    for cluster in failed.values():
+        cluster.fail(error)
+    raise error
+
+
+def _put(value: Any) -> Any:
+    """Place a value into the object store once, unless it is small or already there."""
+    small = (type(None), bool, int, float, str, PurePath, ray.ObjectRef)
+    return value if isinstance(value, small) else ray.put(value)
+
+
+def _take_ready(calls: list[PendingCall], timeout: float) -> None:
+    """Wait until a rank of one of the calls answers, for at most `timeout` seconds, and take all answers there are."""
+    owner = {ref: call for call in calls for ref in call.pending}
+    if not owner:
+        return
+    refs = list(owner)
+    ready, _ = ray.wait(refs, num_returns=1, timeout=timeout)
+    if ready:
+        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+    for ref in ready:
+        owner[ref].take(ref)

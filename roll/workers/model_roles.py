@@ -1,0 +1,113 @@
+"""The roles that hold a model on Megatron-Core: actor, critic and reference."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+from torch import Tensor
+
+from roll.config import PPOSettings, StrategySettings
+from roll.parallel.state import init_parallel
+from roll.protocol import DataProto
+from roll.strategies import MegatronInferStrategy, MegatronTrainStrategy, Metrics, ModelOutput
+from roll.strategies.objectives import policy_objective, supervised_objective, value_objective
+from roll.workers.dispatch import Dispatch, register
+from roll.workers.worker import Worker
+
+
+class ReferenceWorker(Worker):
+    """A frozen policy."""
+
+    def __init__(self, *, settings: StrategySettings, timeout_s: float, **rank: Any) -> None:
+        super().__init__(**rank)
+        self.settings = settings
+        self.timeout_s = timeout_s
+        self.strategy: MegatronInferStrategy
+
+    @register(Dispatch.ONE_TO_ALL)
+    def initialize(self) -> None:
+        """Make the groups and load the model."""
+        state = init_parallel(self.settings.parallel, timeout_s=self.timeout_s)
+        make = MegatronTrainStrategy if self.settings.name == "megatron_train" else MegatronInferStrategy
+        self.strategy = make(self.settings, state)
+        self.strategy.initialize()
+
+    @register(Dispatch.DP_MP_DISPATCH_FIRST)
+    def compute_log_probs(self, batch: DataProto) -> DataProto | None:
+        """`log_probs` and `entropy` of the response tokens, `[B, S-1]`."""
+
+        def forward(data: DataProto, output: ModelOutput) -> dict[str, Tensor]:
+            log_probs, entropy = self.strategy.op_compute_log_probs_and_entropy(
+                output, data["input_ids"], data["response_mask"]
+            )
+            return {"log_probs": log_probs, "entropy": entropy}
+
+        return _as_batch(self.strategy.forward_step(batch, forward))
+
+
+class TrainWorker(ReferenceWorker):
+    """A model that is trained."""
+
+    strategy: MegatronTrainStrategy
+
+    @register(Dispatch.STAGE_LEADERS)
+    def weights(self, bucket_bytes: int) -> list[ray.ObjectRef | None]:
+        """The weights of this pipeline stage in Hugging Face layout, as references to buckets in the object store."""
+        at = self.strategy.state.at
+        keeps = at.tp == at.cp == at.dp == 0
+        return [ray.put(bucket) if keeps else None for bucket in self.strategy.model_update(bucket_bytes)]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save_hf(self, folder: Path) -> None:
+        """Write the model as a Hugging Face folder."""
+        self.strategy.save_hf(folder)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, folder: Path) -> None:
+        """Write weights, optimizer and schedule."""
+        self.strategy.save_checkpoint(folder)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, folder: Path) -> None:
+        """Continue from `save_checkpoint`."""
+        self.strategy.load_checkpoint(folder)
+
+
+class ActorWorker(TrainWorker):
+    """The policy."""
+
+    @register(Dispatch.DP_MP_DISPATCH_FIRST)
+    def train_policy(self, batch: DataProto, ppo: PPOSettings) -> Metrics:
+        """One optimizer step of the policy loss."""
+        return self.strategy.train_step(batch, partial(policy_objective, self.strategy, ppo))
+
+    @register(Dispatch.DP_MP_DISPATCH_FIRST)
+    def train_supervised(self, batch: DataProto) -> Metrics:
+        """One optimizer step of cross-entropy on the responses."""
+        return self.strategy.train_step(batch, partial(supervised_objective, self.strategy))
+
+
+class CriticWorker(TrainWorker):
+    """The value function."""
+
+    @register(Dispatch.DP_MP_DISPATCH_FIRST)
+    def compute_values(self, batch: DataProto) -> DataProto | None:
+        """`values` of the states before each response token, `[B, S-1]`."""
+
+        def forward(data: DataProto, output: ModelOutput) -> dict[str, Tensor]:
+            return {"values": self.strategy.op_compute_values(output, data["response_mask"])}
+
+        return _as_batch(self.strategy.forward_step(batch, forward))
+
+    @register(Dispatch.DP_MP_DISPATCH_FIRST)
+    def train_values(self, batch: DataProto, ppo: PPOSettings) -> Metrics:
+        """One optimizer step of the value loss."""
+        return self.strategy.train_step(batch, partial(value_objective, self.strategy, ppo))
+
+
+def _as_batch(results: dict[str, Tensor] | None) -> DataProto | None:
+    """Results of the reporting rank, on the CPU for the way to the driver."""
+    return None if results is None else DataProto.from_dict(results).to("cpu")

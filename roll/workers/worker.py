@@ -1,0 +1,95 @@
+"""The base class of all roles: one actor, one rank.
+
+A worker looks to torch.distributed like a rank that torchrun started: the same environment variables are set, and the
+rendezvous store is already up when the ranks come to it. A role may therefore call `init_process_group` as under any
+other launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from roll.workers.dispatch import Dispatch, register
+from roll.workers.failure import RankError
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+
+class Worker:
+    """One rank of a role. Subclasses add methods marked with `@register`; `Cluster` makes and calls the actors.
+
+    Subclasses that take arguments accept them by keyword and pass `role`, `rank` and `world_size` on.
+    """
+
+    def __init__(self, *, role: str, rank: int, world_size: int) -> None:
+        self.role = role
+        self.rank = rank
+        self.world_size = world_size
+        self._store: TCPStore | None = None
+
+    def execute(self, method: str, keep: bool, *args: Any, **kwargs: Any) -> Any:
+        """Run a registered method; None instead of its result unless `keep`, for nobody would read it.
+
+        The role's exceptions leave as `RankError`. A boundary between processes must let any of them through, and an
+        exception itself may not survive pickling.
+        """
+        try:
+            result = getattr(self, method)(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001
+            raise RankError(_account(error), time.time()) from None
+        return result if keep else None
+
+    @register(Dispatch.ONE_TO_ALL)
+    def alive(self) -> int:
+        """The process id of this rank."""
+        return os.getpid()
+
+    @register(Dispatch.RANK_ZERO)
+    def address(self) -> tuple[str, int] | None:
+        """On rank 0, start the rendezvous store; its address and port.
+
+        The store binds a port that the system chooses and keeps it, so no other process can take the port between the
+        choice and the rendezvous.
+        """
+        if self.rank != 0:
+            return None
+        from torch.distributed import TCPStore
+
+        host = ray.util.get_node_ip_address()
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return host, self._store.port
+
+    @register(Dispatch.ONE_TO_ALL)
+    def join(self, host: str, port: int, threads: int) -> None:
+        """Set the environment of this rank, and how many threads it computes with on a CPU.
+
+        Ray shows each actor only the device that it was given, so every rank is the local rank 0.
+        """
+        os.environ |= {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+            # torch.distributed.rendezvous: the store exists, rank 0 is a client of it like all others.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "OMP_NUM_THREADS": str(threads),
+        }
+        if "torch" in sys.modules:  # it reads the environment only when it is loaded
+            sys.modules["torch"].set_num_threads(threads)
+
+
+def _account(error: Exception) -> str:
+    """The traceback of a role's exception, without the frames of `execute` and of Ray's tracing around each method."""
+    report = traceback.TracebackException.from_exception(error)
+    frames = [frame for frame in report.stack[1:] if not frame.filename.endswith("ray/util/tracing/tracing_helper.py")]
+    report.stack = traceback.StackSummary.from_list(frames)
+    return "".join(report.format())

@@ -1,0 +1,41 @@
+"""What a package may load: a user of one layer does not pay for, or install, what only a later layer needs.
+
+import-linter reads the source; this runs the imports, so it also sees what a third-party package loads.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def loaded_by(statement: str, candidates: list[str]) -> list[str]:
+    """Those of `candidates` that are in sys.modules after `statement` has run in a new interpreter."""
+    program = f"import sys\n{statement}\nprint(*[name for name in {candidates!r} if name in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("statement", "forbidden"),
+    [
+        ("import roll", ["torch", "ray", "megatron", "transformers", "pydantic"]),
+        ("import roll.config", ["torch", "ray", "megatron", "transformers"]),
+        ("import roll.protocol", ["ray", "megatron", "transformers"]),
+        ("import roll.parallel", ["ray", "transformers"]),
+        ("import roll.strategies", ["ray"]),
+        ("from roll.strategies import MegatronInferStrategy, MegatronTrainStrategy", ["ray"]),
+    ],
+)
+def test_an_import_leaves_alone(statement: str, forbidden: list[str]) -> None:
+    assert loaded_by(statement, forbidden) == []
+
+
+def test_a_loaded_module_is_seen() -> None:
+    assert loaded_by("import json.decoder", ["json", "ray"]) == ["json"]

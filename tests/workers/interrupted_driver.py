@@ -1,0 +1,31 @@
+"""A driver that waits for ranks in a collective until it is interrupted; run by test_cluster.py."""
+
+from __future__ import annotations
+
+import ray
+
+from roll.parallel.degrees import ParallelDegrees
+from roll.workers import Cluster, Placement, PlacementLayout, WorkerError, start_ray
+from tests.workers.probes import Probe
+
+
+def main() -> None:
+    layout = PlacementLayout({"probe": 2})
+    start_ray(None, num_cpus=layout.num_bundles)
+    with Placement(layout) as placement:
+        cluster = Cluster(Probe, role="probe", degrees=ParallelDegrees(2, tp=2), placement=placement)
+        cluster.call("init_group")
+        print(*cluster.call("alive"), flush=True)
+        try:
+            cluster.call("wait_on_and_meet", 1, 600.0)
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+        try:
+            cluster.call("alive")
+        except WorkerError as error:
+            print(error, flush=True)
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Workers for the tests, in a module that actors can import. It loads torch only where a method needs it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from roll.workers.dispatch import Dispatch, register
+from roll.workers.worker import Worker
+
+if TYPE_CHECKING:
+    from roll.protocol import DataProto
+
+
+class Probe(Worker):
+    """Computes, waits in collectives, and fails in every way a role can fail."""
+
+    def __init__(self, *, bad_rank: int = -1, **identity: Any) -> None:
+        super().__init__(**identity)
+        if self.rank == bad_rank:
+            raise ValueError(f"rank {self.rank} cannot be made")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def init_group(self) -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def sum_of_ranks(self) -> int:
+        import torch
+
+        total = torch.tensor(self.rank)
+        torch.distributed.all_reduce(total)
+        return int(total)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def environment(self) -> dict[str, str]:
+        return {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")}
+
+    @register(Dispatch.RANK_ZERO)
+    def fail_on(self, rank: int, how: str) -> int:
+        """`rank` fails; the others wait for it in an all_reduce."""
+        if self.rank == rank:
+            fail(how)
+        return self.sum_of_ranks()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def die_after(self, rank: int, seconds: float) -> None:
+        """`rank` returns, and its process dies a little later; the others wait in an all_reduce."""
+        if self.rank == rank:
+            threading.Timer(seconds, os._exit, (1,)).start()
+        else:
+            self.sum_of_ranks()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def wait_on(self, rank: int, seconds: float) -> None:
+        """`rank` is busy for a while."""
+        if self.rank == rank:
+            time.sleep(seconds)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def wait_on_and_meet(self, rank: int, seconds: float) -> int:
+        """`rank` is busy for a while, and the others wait for it in an all_reduce."""
+        self.wait_on(rank, seconds)
+        return self.sum_of_ranks()
+
+    @register(Dispatch.DP_MP_DISPATCH_FIRST)
+    def scaled(self, data: DataProto, scale: int) -> DataProto:
+        """`scale` times the rows; every rank must be the leader of its group."""
+        return type(data).from_dict({"y": data["x"] * scale})
+
+    @register(Dispatch.DP_MP_COMPUTE)
+    def rows(self, data: DataProto) -> list[int]:
+        return data["x"].tolist()
+
+    def not_registered(self) -> None:
+        """Has no rule, so the driver may not call it."""
+
+
+class NeedsArguments(Exception):
+    """Pickles, but cannot be unpickled: its constructor wants more than `args` holds."""
+
+    def __init__(self, wanted: int, found: int) -> None:
+        super().__init__(f"wanted {wanted}, found {found}")
+
+
+class HoldsLock(Exception):
+    """Cannot be pickled."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.lock = threading.Lock()
+
+
+def fail(how: str) -> None:
+    """Fail in one of the ways below, or return to whom it does not concern."""
+    if how == "needs arguments":
+        raise NeedsArguments(3, 4)
+    if how == "holds lock":
+        raise HoldsLock("heads 3 do not divide by tp 2")
+    if how == "sigkill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "exit":
+        os._exit(3)
+    assert how == "sys.exit", how
+    raise SystemExit(4)

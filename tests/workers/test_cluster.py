@@ -1,0 +1,175 @@
+"""Clusters on real Ray actors: what a call returns, how failures reach the driver, what is left afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from roll.parallel.degrees import ParallelDegrees
+from roll.protocol import DataProto, MicroBatchPlan
+from roll.workers import CallTimedOut, Cluster, Placement, PlacementLayout, WorkerError, WorkerFailed
+from tests.workers.probes import Probe
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def placement(local_ray: None) -> Iterator[Placement]:
+    with Placement(PlacementLayout({"probe": 2, "single": 1, "other": 1})) as placement:
+        yield placement
+
+
+def probes(placement: Placement, **settings: Any) -> Cluster:
+    return Cluster(Probe, role="probe", degrees=ParallelDegrees(2, tp=2), placement=placement, **settings)
+
+
+def joined(placement: Placement) -> Cluster:
+    """Two probes in one gloo group, which has met once, so that all connections are there."""
+    cluster = probes(placement)
+    cluster.call("init_group")
+    assert cluster.call("sum_of_ranks") == [1, 1]
+    return cluster
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    """Ray confirms the end of an actor a moment before its process is reaped."""
+    deadline = time.monotonic() + 10
+    while any(psutil.pid_exists(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"still running: {[pid for pid in pids if psutil.pid_exists(pid)]}"
+        time.sleep(0.05)
+
+
+def test_three_runs_one_after_the_other(local_ray: None) -> None:
+    seen: set[int] = set()
+    for _ in range(3):
+        with Placement(PlacementLayout({"probe": 2})) as placement:
+            cluster = Cluster(Probe, role="probe", degrees=ParallelDegrees(2), placement=placement, threads=3)
+            first, second = cluster.submit("environment"), cluster.submit("alive")
+            pids = second.result()  # in any order
+            same = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "3"}
+            assert first.done() and first.result() == [{"RANK": "0"} | same, {"RANK": "1"} | same]
+        assert placement.clusters == []
+        wait_until_gone(pids)
+        seen |= set(pids)
+        with pytest.raises(WorkerError, match="the probe cluster was stopped"):
+            cluster.call("alive")
+        cluster.shutdown()
+    assert len(seen) == 6 and os.getpid() not in seen
+
+
+def test_planned_batch_there_and_back(placement: Placement) -> None:
+    plan = MicroBatchPlan(shares=(((0,), (1, 2)), ((0,), (1,))), rows=((4, 0, 3), (2, 1)))
+    data = DataProto.from_dict({"x": torch.arange(5)}).with_plan(plan)
+    with Cluster(Probe, role="probe", degrees=ParallelDegrees(2), placement=placement) as cluster:
+        pids = cluster.call("alive")
+        assert cluster.call("rows", data) == [[4, 0, 3], [2, 1]]
+        assert cluster.call("scaled", data, scale=10)["y"].tolist() == [0, 10, 20, 30, 40]
+    wait_until_gone(pids)
+
+
+def test_call_that_cannot_be_made_reaches_no_rank(placement: Placement) -> None:
+    with pytest.raises(ValueError, match="probe has 4 ranks, the placement has 2 for it"):
+        Cluster(Probe, role="probe", degrees=ParallelDegrees(4), placement=placement)
+    with Cluster(Probe, role="single", degrees=ParallelDegrees(1), placement=placement) as cluster:
+        with pytest.raises(ValueError, match=r"Probe has no registered method 'not_registered'; it has .*sum_of_ranks"):
+            cluster.call("not_registered")
+        with pytest.raises(TypeError, match="missing a required argument: 'how'"):
+            cluster.call("fail_on", 1)
+        with pytest.raises(ValueError, match="needs a DataProto argument"):
+            cluster.call("rows", [1, 2])
+        assert cluster.call("environment")[0]["RANK"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("how", "account"),
+    [
+        ("holds lock", r'(?s)probes.py", line \d+, in fail.*HoldsLock: heads 3 do not divide by tp 2'),
+        ("sigkill", "The actor died unexpectedly"),
+        ("exit", "The actor died unexpectedly"),
+    ],
+)
+def test_failure_of_one_rank_while_its_peer_waits_in_a_collective(placement: Placement, how: str, account: str) -> None:
+    cluster = joined(placement)
+    pids = cluster.call("alive")
+    begun = time.monotonic()
+    with pytest.raises(WorkerFailed, match=account) as failed:
+        cluster.call("fail_on", 1, how)
+    print(f"{how}: {time.monotonic() - begun:.2f} s until the driver knew")
+    assert (failed.value.role, failed.value.rank, failed.value.method) == ("probe", 1, "fail_on")
+    wait_until_gone(pids)
+    with pytest.raises(WorkerFailed, match=account):
+        cluster.call("alive")
+
+
+def test_death_of_a_rank_that_has_already_answered(placement: Placement) -> None:
+    cluster = joined(placement)
+    with pytest.raises(WorkerFailed, match="The actor died") as failed:
+        cluster.call("die_after", 1, 0.5)
+    assert failed.value.rank == 1
+
+
+def test_death_in_another_cluster_ends_the_wait(placement: Placement) -> None:
+    single, other = (
+        Cluster(Probe, role=role, degrees=ParallelDegrees(1), placement=placement) for role in ("single", "other")
+    )
+    other.call("die_after", 0, 0.2)
+    with pytest.raises(WorkerFailed, match="The actor died") as failed:
+        single.call("wait_on", 0, 60.0)
+    assert failed.value.role == "other"
+
+
+def test_worker_that_cannot_be_made(placement: Placement) -> None:
+    cluster = probes(placement, worker_kwargs={"bad_rank": 1})
+    with pytest.raises(WorkerFailed, match="ValueError: rank 1 cannot be made") as failed:
+        cluster.ready()
+    assert failed.value.rank == 1
+
+
+def test_timeout_names_the_missing_rank_and_stops_the_actors(placement: Placement) -> None:
+    cluster = probes(placement)
+    pids = cluster.call("alive")
+    waiting = cluster.submit("wait_on", 1, 60.0)
+    with pytest.raises(CallTimedOut, match=r"wait_on did not end within 0.5 s; no answer from rank 1 \(of 2\)"):
+        waiting.result(timeout=0.5)
+    wait_until_gone(pids)
+
+
+def test_ctrl_c_stops_all_processes() -> None:
+    """A driver with a Ray of its own gets the signal that a terminal sends: to its whole process group."""
+    driver = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("interrupted_driver.py"))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+        start_new_session=True,
+    )
+    assert driver.stdout is not None
+    children: list[psutil.Process] = []
+    try:
+        pids = {int(pid) for pid in driver.stdout.readline().split()}
+        children = psutil.Process(driver.pid).children(recursive=True)
+        assert len(pids) == 2 and pids <= {child.pid for child in children}
+        os.killpg(driver.pid, signal.SIGINT)
+        output, errors = driver.communicate(timeout=60)
+        assert output == "interrupted\nthe probe cluster was stopped\n", errors
+        assert driver.returncode == 0
+        assert not psutil.wait_procs(children, timeout=10)[1]
+    finally:
+        driver.kill()
+        for child in children:
+            if child.is_running():
+                child.kill()

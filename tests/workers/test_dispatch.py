@@ -1,0 +1,194 @@
+"""Dispatch rules over the ranks of small worlds; the expected ranks are written out by hand.
+
+8 ranks, dp 2, pp 2, tp 2:
+
+    order            rank   0    1    2    3    4    5    6    7
+    tp-cp-ep-pp-dp   dp     0    0    0    0    1    1    1    1
+                     pp     0    0    1    1    0    0    1    1
+                     tp     0    1    0    1    0    1    0    1
+    tp-cp-ep-dp-pp   dp     0    0    1    1    0    0    1    1
+                     pp     0    0    0    0    1    1    1    1
+                     tp     0    1    0    1    0    1    0    1
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from roll.parallel.degrees import ParallelDegrees
+from roll.protocol import DataProto, LossNormalizers, MicroBatchPlan
+from roll.workers.dispatch import (
+    Dispatch,
+    RankArguments,
+    gather,
+    plan_of,
+    register,
+    registered_methods,
+    reporting_ranks,
+    route,
+    rule_of,
+)
+
+DP_LAST = ParallelDegrees(8, tp=2, pp=2, order="tp-cp-ep-pp-dp")
+PP_LAST = ParallelDegrees(8, tp=2, pp=2)
+SPLITTING = (Dispatch.DP_MP_COMPUTE, Dispatch.DP_MP_DISPATCH_FIRST)
+PLAN = MicroBatchPlan(shares=(((0,), (1, 2)), ((0,), (1,))), rows=((4, 0, 3), (2, 1)))
+
+
+def batch(rows: int, plan: MicroBatchPlan | None = None) -> DataProto:
+    return DataProto.from_dict({"x": torch.arange(rows)}, meta_info={"step": 7}).with_plan(plan)
+
+
+def rows_by_rank(routed: list[RankArguments]) -> list[list[int] | None]:
+    """The rows each rank got as its first argument; None for a stub."""
+    firsts = [call.args[0] for call in routed]
+    return [None if data.batch is None else data["x"].tolist() for data in firsts]
+
+
+@pytest.mark.parametrize("dispatch", [Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO, Dispatch.STAGE_LEADERS])
+def test_same_arguments_to_all(dispatch: Dispatch) -> None:
+    data = batch(3)
+    routed = route(dispatch, PP_LAST, [data, 1], {"name": "a"})
+    assert len(routed) == 8
+    assert all(call.args[0] is data and call.args[1] == 1 and call.kwargs == {"name": "a"} for call in routed)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "expected"),
+    [
+        (DP_LAST, [[0, 1], None, None, None, [2, 3], None, None, None]),
+        (PP_LAST, [[0, 1], None, [2, 3], None, None, None, None, None]),
+    ],
+)
+def test_dispatch_first_equal_chunks(degrees: ParallelDegrees, expected: list[list[int] | None]) -> None:
+    routed = route(Dispatch.DP_MP_DISPATCH_FIRST, degrees, [batch(4), "all"], {"extra": batch(2)})
+    assert rows_by_rank(routed) == expected
+    assert all(call.args[0].meta_info == {"step": 7} and call.args[1] == "all" for call in routed)
+    sizes = [len(call.kwargs["extra"]) for call in routed]
+    assert sizes == [0 if rows is None else 1 for rows in expected]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "expected"),
+    [
+        (DP_LAST, [[0, 1], [0, 1], [0, 1], [0, 1], [2, 3], [2, 3], [2, 3], [2, 3]]),
+        (PP_LAST, [[0, 1], [0, 1], [2, 3], [2, 3], [0, 1], [0, 1], [2, 3], [2, 3]]),
+    ],
+)
+def test_compute_gives_the_share_to_the_whole_group(degrees: ParallelDegrees, expected: list[list[int]]) -> None:
+    assert rows_by_rank(route(Dispatch.DP_MP_COMPUTE, degrees, [batch(4)], {})) == expected
+
+
+def test_planned_rows_go_where_the_plan_says() -> None:
+    data = batch(5, PLAN).with_normalizers(LossNormalizers(tokens=50, sequences=5))
+    routed = route(Dispatch.DP_MP_DISPATCH_FIRST, DP_LAST, [data], {})
+    assert rows_by_rank(routed) == [[4, 0, 3], None, None, None, [2, 1], None, None, None]
+    assert all(call.args[0].plan == PLAN for call in routed)
+    assert all(call.args[0].normalizers == LossNormalizers(50, 5) for call in routed)
+    assert data["x"].tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("dispatch", SPLITTING)
+def test_every_distinct_value_is_put_once(dispatch: Dispatch) -> None:
+    placed: list[Any] = []
+
+    def put(value: Any) -> int:
+        placed.append(value)
+        return len(placed) - 1
+
+    routed = route(dispatch, DP_LAST, [batch(4), "all"], {}, put=put)
+    shares = [0, 0, 0, 0, 1, 1, 1, 1] if dispatch is Dispatch.DP_MP_COMPUTE else [0, 2, 2, 2, 1, 2, 2, 2]
+    assert [call.args[0] for call in routed] == shares
+    assert placed.count("all") == 1
+    assert len(placed) == max(shares) + 2
+
+
+@pytest.mark.parametrize(
+    ("degrees", "dispatch", "expected"),
+    [
+        (DP_LAST, Dispatch.ONE_TO_ALL, (0, 1, 2, 3, 4, 5, 6, 7)),
+        (DP_LAST, Dispatch.RANK_ZERO, (0,)),
+        (DP_LAST, Dispatch.STAGE_LEADERS, (0, 2)),
+        (PP_LAST, Dispatch.STAGE_LEADERS, (0, 4)),
+        (DP_LAST, Dispatch.DP_MP_COMPUTE, (2, 6)),
+        (DP_LAST, Dispatch.DP_MP_DISPATCH_FIRST, (2, 6)),
+        (PP_LAST, Dispatch.DP_MP_DISPATCH_FIRST, (4, 6)),
+        # dp 0 has the reporter of the higher number: data-parallel order is not rank order
+        (ParallelDegrees(8, tp=2, pp=2, cp=2), Dispatch.DP_MP_DISPATCH_FIRST, (4,)),
+    ],
+)
+def test_reporting_ranks(degrees: ParallelDegrees, dispatch: Dispatch, expected: tuple[int, ...]) -> None:
+    assert reporting_ranks(dispatch, degrees) == expected
+
+
+def test_gather_without_batches() -> None:
+    assert gather(Dispatch.RANK_ZERO, ["only"]) == "only"
+    assert gather(Dispatch.ONE_TO_ALL, [1, 2]) == [1, 2]
+    assert gather(Dispatch.STAGE_LEADERS, ["first", "last"]) == ["first", "last"]
+    assert gather(Dispatch.DP_MP_DISPATCH_FIRST, [{"loss": 1.0}, {"loss": 2.0}], PLAN) == [{"loss": 1.0}, {"loss": 2.0}]
+    assert gather(Dispatch.DP_MP_COMPUTE, [None, None]) == [None, None]
+
+
+@pytest.mark.parametrize("dispatch", SPLITTING)
+def test_gather_joins_batches_and_undoes_the_plan(dispatch: Dispatch) -> None:
+    def result(rows: list[int]) -> DataProto:
+        return DataProto.from_dict({"y": torch.tensor(rows) * 10})
+
+    assert gather(dispatch, [result([0, 1]), result([2, 3])])["y"].tolist() == [0, 10, 20, 30]
+    assert gather(dispatch, [result([4, 0, 3]), result([2, 1])], PLAN)["y"].tolist() == [0, 10, 20, 30, 40]
+    with pytest.raises(ValueError, match="4 rows of results for a plan of 5 rows"):
+        gather(dispatch, [result([4, 0]), result([2, 1])], PLAN)
+
+
+def test_plan_of_the_first_planned_batch() -> None:
+    assert plan_of([1, batch(5)], {"data": batch(5, PLAN)}) is PLAN
+    assert plan_of([1, batch(5)], {}) is None
+
+
+@pytest.mark.parametrize("dispatch", SPLITTING)
+def test_what_cannot_be_split(dispatch: Dispatch) -> None:
+    with pytest.raises(ValueError, match="a batch of 5 rows does not divide among dp 2 groups"):
+        route(dispatch, DP_LAST, [batch(5)], {})
+    with pytest.raises(ValueError, match="the micro-batch plan is for dp 2, the cluster has dp 4"):
+        route(dispatch, ParallelDegrees(8, tp=2), [batch(5, PLAN)], {})
+    with pytest.raises(ValueError, match="the micro-batch plan has 5 rows, the batch has 3"):
+        route(dispatch, DP_LAST, [batch(3, PLAN)], {})
+    with pytest.raises(ValueError, match="must share one micro-batch plan"):
+        route(dispatch, DP_LAST, [batch(5, PLAN), batch(4)], {})
+    with pytest.raises(ValueError, match="needs a DataProto argument, and got none"):
+        route(dispatch, DP_LAST, [1], {"rows": [1, 2]})
+
+
+class Base:
+    @register(Dispatch.ONE_TO_ALL)
+    def start(self) -> None: ...
+
+    @register(Dispatch.RANK_ZERO)
+    def stop(self) -> None: ...
+
+    def inner(self) -> None: ...
+
+
+class Derived(Base):
+    def start(self) -> None: ...
+
+    @register(Dispatch.ONE_TO_ALL)
+    def stop(self) -> None: ...
+
+
+def test_registered_methods_follow_inheritance() -> None:
+    assert registered_methods(Base) == {"start": Dispatch.ONE_TO_ALL, "stop": Dispatch.RANK_ZERO}
+    assert registered_methods(Derived) == {"start": Dispatch.ONE_TO_ALL, "stop": Dispatch.ONE_TO_ALL}
+    assert rule_of(Derived, "start") is Dispatch.ONE_TO_ALL
+    with pytest.raises(ValueError, match="Derived has no registered method 'inner'; it has start, stop"):
+        rule_of(Derived, "inner")
+
+
+def test_rules_need_no_ray() -> None:
+    check = "import sys, roll.workers.dispatch; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
