@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --no-input $(PIP_EXTRA) -c constraints.txt -e '.[dev]'
 	@touch $(STAMP)
 
-ppo: $(STAMP) ## PPO on short arithmetic: actor and critic at tensor parallel 2
+ppo: $(STAMP) ## PPO on a small task: warm start, then actor at tensor parallel 2
 	$(BIN)/python examples/run_ppo.py --config examples/ppo_cpu.yaml $(ARGS)
 
 ppo-pp2: $(STAMP) ## the same run at pipeline parallel 2

@@ -17,5 +17,9 @@ def begin_folder(folder: Path) -> Path:
 
 def finish_folder(unfinished: Path, folder: Path) -> None:
     """Let a complete folder appear under its own name, in place of an older one."""
-    shutil.rmtree(folder, ignore_errors=True)
+    replaced = folder.with_name(folder.name + ".replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if folder.exists():
+        os.replace(folder, replaced)  # Not deleted before the new one is in its place.
     os.replace(unfinished, folder)
+    shutil.rmtree(replaced, ignore_errors=True)

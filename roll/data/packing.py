@@ -15,7 +15,7 @@ from roll.config import ParallelSettings
 
 
 def pack_multiple_of(parallel: ParallelSettings) -> int:
-    """The number that a packed length must be a multiple of; the plan and the packer both take it from here.
+    """The number that the packer fills a packed length up to a multiple of.
 
     Sequence parallelism cuts the packed row into tp equal shards.
     """

@@ -21,7 +21,12 @@ def as_responses(
     Returns:
         `input_ids`, `attention_mask` and `response_mask`, `[B, P + max_new_tokens]`: responses include their end token
         and are padded on the right. `non_tensor_batch` and `meta_info` are the prompts'.
+
+    Raises:
+        ValueError: more columns were generated than `max_new_tokens`.
     """
+    if generated.shape[1] > max_new_tokens:
+        raise ValueError(f"{generated.shape[1]} generated tokens are more than max_new_tokens {max_new_tokens}")
     ends = (generated == eos_token_id).long()
     is_response = (ends.cumsum(dim=1) - ends == 0).long()  # Up to and including the first end.
     missing = max_new_tokens - generated.shape[1]

@@ -6,6 +6,7 @@ implementation to compare ours with.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -80,8 +81,10 @@ def internlm2_tensors(model: ModelConfig, tensors: Mapping[str, Tensor]) -> Iter
 def _renamed(name: str, names: Mapping[str, str]) -> str:
     if name in names:
         return names[name]
-    _, _, number, rest = name.split(".", 3)
-    return f"model.layers.{number}.{names[rest]}"
+    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+    if layer is None or layer[2] not in names:
+        raise ValueError(f"{name}: the model has no such tensor")
+    return f"model.layers.{layer[1]}.{names[layer[2]]}"
 
 
 def build_llama(model: ModelConfig, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:

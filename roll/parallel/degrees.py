@@ -97,6 +97,9 @@ class ParallelDegrees:
 
         Groups are ordered by their first rank, ranks within a group by number.
         """
+        unknown = set(axes.split("-")) - set(AXES)
+        if unknown:
+            raise ValueError(f"unknown axes {', '.join(sorted(unknown))}; they are {', '.join(AXES)}")
         inside = [axis for axis in self._sizes if axis in axes.split("-")]
         outside = [axis for axis in self._sizes if axis not in inside]
         groups = []

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
 
+_joined_here = False
+"""Whether `init_parallel` joined torch.distributed in this process; a caller that joined it leaves it."""
+
+
 @dataclass(frozen=True)
 class ParallelState:
     """Degrees, this rank's coordinates and its groups.
@@ -94,9 +98,11 @@ def init_parallel(settings: ParallelSettings, *, timeout_s: float = 600.0) -> Pa
     degrees = ParallelDegrees.of(settings, world_size)
     if mpu.model_parallel_is_initialized():
         raise RuntimeError("parallel groups exist already in this process; call destroy_parallel() first")
+    global _joined_here
     if not dist.is_initialized():
         _default_rendezvous()
         dist.init_process_group(platform.collective_backend, timeout=timedelta(seconds=timeout_s))
+        _joined_here = True
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=degrees.tp,
         pipeline_model_parallel_size=degrees.pp,
@@ -110,20 +116,23 @@ def init_parallel(settings: ParallelSettings, *, timeout_s: float = 600.0) -> Pa
 
 
 def destroy_parallel() -> None:
-    """Destroy Megatron-Core's groups and leave torch.distributed. Without groups, does nothing."""
+    """Destroy Megatron-Core's groups, and leave torch.distributed if `init_parallel` joined it."""
     from megatron.core import parallel_state as mpu
 
+    global _joined_here
     if mpu.model_parallel_is_initialized():
         mpu.destroy_model_parallel()
-    if dist.is_initialized():
+    if _joined_here and dist.is_initialized():
         dist.destroy_process_group()
+    _joined_here = False
 
 
 @contextmanager
 def parallel_groups(settings: ParallelSettings, *, timeout_s: float = 600.0) -> Iterator[ParallelState]:
     """`init_parallel` for the length of a block."""
+    state = init_parallel(settings, timeout_s=timeout_s)
     try:
-        yield init_parallel(settings, timeout_s=timeout_s)
+        yield state
     finally:
         destroy_parallel()
 
