@@ -131,10 +131,10 @@ def build_internlm2(
     if state.is_last_stage:
         gpt.output_layer = _head(head, model, config, state)
         gpt.output_layer.weight.is_embedding_or_output_parameter = True
-    # Megatron-Core marks split parameters only where it initialises them. Without the mark, the norm of the gradients
-    # counts them on tensor-parallel rank 0 alone.
+    # Megatron-Core 0.16 marks split parameters only where it initialises them (0.19 always does). Without the mark, the
+    # norm of the gradients counts them on tensor-parallel rank 0 alone.
     for mapped in mapped_parameters(gpt, head):
-        if mapped.dim is not None:
+        if mapped.dim is not None and not hasattr(mapped.parameter, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(mapped.parameter, is_parallel=True, dim=mapped.dim, stride=1)
     return gpt.to(get_platform().device())
 
