@@ -39,7 +39,9 @@ def head(tmp_path: Path) -> Iterator[str]:
 
 
 def _environment() -> dict[str, str]:
-    return os.environ | {"RAY_AUTH_MODE": "disabled"}
+    # As in an activated environment: the job runs the `python` that the head finds first.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return os.environ | {"RAY_AUTH_MODE": "disabled", "PATH": path}
 
 
 @pytest.mark.slow
