@@ -18,7 +18,7 @@ from roll.data.micro_batches import with_plan
 from roll.data.prompts import PromptSampler
 from roll.pipelines.experience import StepMetrics, add_advantages
 from roll.pipelines.prompt_data import PromptData
-from roll.pipelines.roles import Roles, place_roles, start_roles
+from roll.pipelines.roles import Roles, place_roles, ranks_of_roles, start_roles
 from roll.pipelines.tracker import RunTracker, Sample
 from roll.pipelines.warm_start import model_folder
 from roll.protocol import DataProto
@@ -41,7 +41,7 @@ def run_ppo(config: PPOConfig, data: PromptData, console: Console | None = None)
         WorkerError: a role failed; with the traceback of the rank that failed first.
     """
     console = console or Console()
-    most_ranks = max(getattr(config, role).world_size for role in ("actor", "critic", "reference", "rollout"))
+    most_ranks = max(ranks_of_roles(config).values())
     with ExitStack() as cleanup:
         if start_ray(config.ray.address, config.ray.num_cpus or most_ranks):
             cleanup.callback(ray.shutdown)

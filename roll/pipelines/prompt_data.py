@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,8 +61,6 @@ def _tokenizer(folder: Path | None) -> PreTrainedTokenizerBase:
 
 def write_untrained_model(folder: Path, model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """A Hugging Face folder without weights: config.json with the tokenizer's special ids, and the tokenizer."""
-    import json
-
     ids = {
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,

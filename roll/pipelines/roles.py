@@ -28,10 +28,15 @@ class Roles:
     reward: Cluster
 
 
+def ranks_of_roles(config: PPOConfig) -> dict[str, int]:
+    """How many ranks each role has."""
+    ranks = {role: getattr(config, role).world_size for role in ("actor", "critic", "reference", "rollout")}
+    return ranks | {"reward": 1}
+
+
 def place_roles(config: PPOConfig) -> Placement:
     """Reserve what the roles need; the ranks of the roles share devices."""
-    ranks = {role: getattr(config, role).world_size for role in ("actor", "critic", "reference", "rollout")}
-    return Placement(PlacementLayout(ranks | {"reward": 1}, device=get_platform().ray_resource, cpu_roles=("reward",)))
+    return Placement(PlacementLayout(ranks_of_roles(config), device=get_platform().ray_resource, cpu_roles=("reward",)))
 
 
 def start_roles(config: PPOConfig, model: Path, tokenizer: PreTrainedTokenizerBase, placement: Placement) -> Roles:
