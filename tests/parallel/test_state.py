@@ -64,13 +64,17 @@ def describe_groups(settings: ParallelSettings) -> dict[str, Any]:
         }
 
 
-def state_after_the_end(settings: ParallelSettings) -> tuple[bool, ...]:
+def state_after_the_end(settings: ParallelSettings) -> tuple[bool, bool, int]:
+    """Whether the groups were there, whether they are gone, and a sum over the caller's own process group, which
+    stays: the pool joined torch.distributed, not `init_parallel`."""
     init_parallel(settings)
-    alive = groups_exist() and dist.is_initialized()
+    alive = groups_exist()
     destroy_parallel()
-    gone = not groups_exist() and not dist.is_initialized()
+    gone = not groups_exist()
     destroy_parallel()  # without groups: nothing to do
-    return alive, gone
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return alive, gone, int(total)
 
 
 def refusal(settings: ParallelSettings) -> tuple[str, bool, bool]:
@@ -102,6 +106,7 @@ def refused_block(settings: ParallelSettings) -> int:
 
 
 def failing_block() -> tuple[bool, bool]:
+    """Whether Megatron-Core's groups and the caller's process group are there after a block that failed."""
     with pytest.raises(KeyError, match="inside"), parallel_groups(ParallelSettings()):
         raise KeyError("inside")
     return groups_exist(), dist.is_initialized()
@@ -116,8 +121,8 @@ def generators_around_init(settings: ParallelSettings) -> list[bool]:
     return [torch.equal(before[0], after[0]), before[1] == after[1], before[2] == after[2]]
 
 
-def world_of_its_own() -> list[int]:
-    """One process without a launcher, twice in a row."""
+def world_of_its_own() -> tuple[list[int], bool]:
+    """One process without a launcher, twice in a row; what `init_parallel` joined is left at the end."""
     dist.destroy_process_group()
     sizes = []
     without = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK")}
@@ -126,7 +131,7 @@ def world_of_its_own() -> list[int]:
             with parallel_groups(ParallelSettings()) as state:
                 dist.all_reduce(torch.ones(1), group=state.dp)
                 sizes.append(dist.get_world_size())
-    return sizes
+    return sizes, dist.is_initialized()
 
 
 @pytest.mark.parametrize(("world_size", "layout", "order"), CASES)
@@ -155,11 +160,11 @@ def test_pipelines_of_both_orders(ranks: RankPool) -> None:
 
 
 def test_destroyed_groups_are_gone(ranks: RankPool) -> None:
-    assert ranks.run(state_after_the_end, ParallelSettings(tp=2), world_size=2) == [(True, True)] * 2
+    assert ranks.run(state_after_the_end, ParallelSettings(tp=2), world_size=2) == [(True, True, 2)] * 2
 
 
 def test_an_error_inside_a_block_ends_the_groups(ranks: RankPool) -> None:
-    assert ranks.run(failing_block, world_size=2) == [(False, False)] * 2
+    assert ranks.run(failing_block, world_size=2) == [(False, True)] * 2
 
 
 @pytest.mark.parametrize(
@@ -194,4 +199,4 @@ def test_init_draws_no_random_numbers(ranks: RankPool) -> None:
 
 
 def test_one_process_needs_no_launcher(ranks: RankPool) -> None:
-    assert ranks.run(world_of_its_own, world_size=1) == [[1, 1]]
+    assert ranks.run(world_of_its_own, world_size=1) == [([1, 1], False)]
