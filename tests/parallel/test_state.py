@@ -66,7 +66,8 @@ def describe_groups(settings: ParallelSettings) -> dict[str, Any]:
 
 def state_after_the_end(settings: ParallelSettings) -> tuple[bool, bool, int]:
     """Whether the groups were there, whether they are gone, and a sum over the caller's own process group, which
-    stays: the pool joined torch.distributed, not `init_parallel`."""
+    stays: the pool joined torch.distributed, not `init_parallel`.
+    """
     init_parallel(settings)
     alive = groups_exist()
     destroy_parallel()
