@@ -19,18 +19,17 @@ from roll.models.hf_mapping import export_hf_tensors, mapped_parameters
 from roll.parallel.state import ParallelState
 
 
-def load_weights(model: GPTModel, head: str, source: TensorSource, state: ParallelState) -> None:
+def load_weights(model: GPTModel, source: TensorSource, state: ParallelState) -> None:
     """Fill this rank's part of the model from `source`."""
     with torch.no_grad():
-        for mapped in mapped_parameters(model, head):
+        for mapped in mapped_parameters(model, state.mode):
             for name, part in zip(mapped.hf_names, mapped.parts(), strict=True):
-                part.copy_(source.part(name, mapped.dim, state.at.tp, state.degrees.tp))
+                part.copy_(source.part(name, mapped.dim, state.weights.rank(), state.weights.size()))
 
 
 def save_hf(
     folder: Path,
     model: GPTModel,
-    head: str,
     config: ModelConfig,
     state: ParallelState,
     *,
@@ -46,7 +45,7 @@ def save_hf(
     assert unfinished[0] is not None
     writer = ShardWriter(unfinished[0], f"model-stage{state.at.pp:02d}", max_shard_bytes)
     writes = state.at.tp == state.at.cp == state.at.dp == 0
-    for name, tensor in export_hf_tensors(model, head, state.tp):
+    for name, tensor in export_hf_tensors(model, state):
         if writes:
             writer.add(name, tensor)
     writer.flush()

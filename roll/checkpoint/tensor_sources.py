@@ -106,14 +106,16 @@ class RandomTensors:
         self.seed = seed
 
     def part(self, name: str, dim: int | None, index: int, count: int) -> Tensor:
-        shape = self.shapes[name]
+        whole = self._whole(name, self.shapes[name])
+        return whole if dim is None else whole.chunk(count, dim=dim)[index]
+
+    def _whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if len(shape) == 1:
             return torch.ones(shape)
         if name == "v_head.weight":
             return torch.zeros(shape)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed}/{name}".encode()))
-        whole = torch.normal(0.0, self.std, shape, generator=generator)
-        return whole if dim is None else whole.chunk(count, dim=dim)[index]
+        return torch.normal(0.0, self.std, shape, generator=generator)
 
 
 def tensor_source(folder: Path, model: ModelConfig, *, init: str, head: str, seed: int) -> TensorSource:

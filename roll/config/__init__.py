@@ -6,9 +6,10 @@ Importing this package loads neither torch nor Ray.
 from roll.config.algorithm import KLSettings, PPOSettings
 from roll.config.load import dump_config, load_config
 from roll.config.micro_batch import MicroBatchSettings
-from roll.config.model import ModelConfig, check_parallel
+from roll.config.model import ModelConfig
+from roll.config.model_parallel import check_parallel
 from roll.config.optimizer import OptimizerSettings
-from roll.config.parallel import ParallelSettings
+from roll.config.parallel import Mode, ParallelSettings
 from roll.config.ppo import ModelSource, PPOConfig, RaySettings, Role, TaskSettings
 from roll.config.problems import ConfigError, Problem
 from roll.config.roles import (
@@ -27,6 +28,7 @@ __all__ = [
     "Head",
     "KLSettings",
     "MicroBatchSettings",
+    "Mode",
     "ModelConfig",
     "ModelSource",
     "OptimizerSettings",

@@ -11,8 +11,7 @@ from typing import Any, Literal
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
 from roll.config.explain import schema_problems
-from roll.config.parallel import ParallelSettings
-from roll.config.problems import Check, ConfigError, Problem, run_checks
+from roll.config.problems import Check, ConfigError, Problem
 from roll.config.settings import Settings, find_problems, usable_part
 
 MODEL_TYPE = "internlm2"
@@ -72,6 +71,11 @@ class ModelConfig(Settings):
     def head_dim(self) -> int:
         """Size of one attention head."""
         return self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_key_value_size(self) -> int:
+        """Rows of wqkv: every query, key and value head."""
+        return (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
 
     def checks(self) -> Iterable[Check]:
         yield self._heads_divide_hidden
@@ -156,52 +160,3 @@ def _unsupported(data: dict[str, Any]) -> Iterator[Problem]:
     rope_type = (data.get("rope_parameters") or {}).get("rope_type", "default")
     if rope_type != "default":
         yield Problem("rope_parameters.rope_type", f"only 'default' is supported, got {rope_type!r}")
-
-
-# Sizes that must be a multiple of a degree, because each rank (or stage) takes an equal part of them.
-SPLIT_SIZES = (
-    ("num_attention_heads", "tp"),
-    ("num_key_value_heads", "tp"),
-    ("hidden_size", "tp"),
-    ("intermediate_size", "tp"),
-    ("vocab_size", "tp"),
-    ("num_hidden_layers", "pp"),
-)
-
-
-def check_parallel(model: ModelConfig, parallel: ParallelSettings, world_size: int, role: str = "") -> list[str]:
-    """Whether `world_size` ranks can hold `model` under `parallel`: one line per problem, none if they can.
-
-    Lines read `actor.parallel.tp: ...` for role `actor`, and `parallel.tp: ...` without one.
-    """
-    checks = (*model_split_checks(model, parallel), *world_size_checks(parallel, world_size))
-    return [str(problem.under(role)) for problem in run_checks(checks)]
-
-
-def model_split_checks(model: ModelConfig, parallel: ParallelSettings) -> Iterator[Check]:
-    """Checks of `model` against the degrees. Paths of problems start at the section that holds `parallel`."""
-    for size, degree in SPLIT_SIZES:
-        yield partial(_splits_evenly, model, size, parallel, degree)
-
-
-def world_size_checks(parallel: ParallelSettings, world_size: int) -> Iterator[Check]:
-    """Checks of the degrees among themselves. Paths of problems start at the section that holds `parallel`."""
-
-    def world_size_fits() -> Iterator[Problem]:
-        if world_size % parallel.model_parallel_size:
-            degrees = f"parallel.tp {parallel.tp} x pp {parallel.pp} x cp {parallel.cp}"
-            per_copy = parallel.model_parallel_size
-            yield Problem("world_size", f"{world_size} is not a multiple of {degrees} = {per_copy}")
-
-    def context_parallel_is_one() -> Iterator[Problem]:
-        if parallel.cp > 1:
-            yield Problem("parallel.cp", f"context parallelism is not available yet: cp must be 1, got {parallel.cp}")
-
-    yield world_size_fits
-    yield context_parallel_is_one
-
-
-def _splits_evenly(model: ModelConfig, size: str, parallel: ParallelSettings, degree: str) -> Iterator[Problem]:
-    whole, parts = getattr(model, size), getattr(parallel, degree)
-    if whole % parts:
-        yield Problem(f"parallel.{degree}", f"{parts} does not divide the model's {size} {whole}")

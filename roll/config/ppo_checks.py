@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from roll.config.model import ModelConfig, model_split_checks, world_size_checks
+from roll.config.model import ModelConfig
+from roll.config.model_parallel import model_split_checks, world_size_checks
 from roll.config.problems import Check, ConfigError, Problem, UnavailableError, run_checks
 from roll.config.roles import ModelRoleSettings
 

@@ -11,16 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from roll.config import ParallelSettings
-
-
-def pack_multiple_of(parallel: ParallelSettings) -> int:
-    """The number that the packer fills a packed length up to a multiple of.
-
-    Sequence parallelism cuts the packed row into tp equal shards.
-    """
-    return parallel.tp if parallel.sequence_parallel else 1
-
 
 @dataclass(frozen=True)
 class PackedRows:

@@ -1,6 +1,7 @@
 """Causal attention within the segments of a packed row: the core attention of our layer spec.
 
-Legend: T tokens, h query heads and g kv heads of this rank, d head size.
+Legend: b rows of s tokens (one packed row, or several of equal length), T = b*s tokens, h query heads and g kv heads of
+this rank, d head size.
 """
 
 from __future__ import annotations
@@ -52,13 +53,14 @@ class PackedCausalAttention(nn.Module):
         packed_seq_params: PackedSequence,
         **unused: object,
     ) -> Tensor:
-        """q `[T, 1, h, d]`, k and v `[T, 1, g, d]` to the context `[T, 1, h*d]`."""
+        """q `[s, b, h, d]`, k and v `[s, b, g, d]` to the context `[s, b, h*d]`."""
         if flash_attn_varlen_func is not None and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
             attend = self._flash
         else:
             attend = self._by_segment
-        context = attend(query.squeeze(1), key.squeeze(1), value.squeeze(1), packed_seq_params)
-        return context.flatten(1).unsqueeze(1)
+        # Row after row, so that a segment's tokens are neighbours; for one row a view.
+        context = attend(*(x.transpose(0, 1).flatten(0, 1) for x in (query, key, value)), packed_seq_params)
+        return context.flatten(1).unflatten(0, (query.shape[1], -1)).transpose(0, 1)
 
     def _flash(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequence) -> Tensor:
         return flash_attn_varlen_func(

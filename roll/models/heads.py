@@ -1,6 +1,7 @@
 """What stands after the last layer: a vocabulary projection that is applied in chunks, or a value per token.
 
-Both take the place of `GPTModel.output_layer`. Legend: T tokens, V vocabulary, H hidden.
+Both take the place of `GPTModel.output_layer`. Legend: b rows, s tokens of a row, n ranks over which the sequence is
+split, V vocabulary, H hidden.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -17,72 +19,105 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
+from roll.config import Mode
+from roll.parallel.state import ParallelState
 from roll.parallel.vocab import vocab_parallel_log_probs
 
 
-class LanguageModelHead(ColumnParallelLinear):
-    """The vocabulary projection, split over tp. As a layer it hands the hidden states on as they are.
+class HandOn(nn.Module):
+    """The output layer that `GPTModel` calls: it hands the hidden states on, for `LanguageModelHead` to work on."""
+
+    def forward(self, input_: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
+        return input_, None
+
+
+class LanguageModelHead(nn.Module):
+    """The vocabulary projection, split over tp (mtp, msp, fsp) or applied to this rank's own tokens (isp).
 
     The logits of all tokens at once would be the largest tensor of the step (T x V), so they are made chunk by chunk
     when something is computed from them, and again in the backward pass.
     """
 
-    def forward(self, input_: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
-        return input_, None
+    def __init__(self, vocab_size: int, config: TransformerConfig, state: ParallelState) -> None:
+        super().__init__()
+        self.mode: Mode = state.mode
+        self.tp_group = state.tp
+        self.cp_group = state.cp
+        shape = vocab_size // self.tp_group.size(), config.hidden_size
+        self.weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
 
     def log_probs(
         self, hidden: Tensor, targets: Tensor, *, temperature: float, chunk: int, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """log p(target) and entropy at `temperature`, both `[T]` fp32, equal on all tensor-parallel ranks.
+        """log p(target) and entropy at `temperature`, both `[b, s]` fp32, equal on all ranks that share the batch.
 
         Args:
-            hidden: `[1, T, H]` (this rank's `T/tp` tokens under sequence parallelism).
-            targets: `[T]` int64.
+            hidden: `[b, s, H]`; `[b, s/n, H]` where the sequence is split.
+            targets: `[b, s]` int64.
             chunk: tokens whose logits exist at the same time.
         """
+        own_targets = targets.chunk(self.cp_group.size(), dim=1)[self.cp_group.rank()]
+        shards = self._sequence_shards
+        # Under sequence parallelism a chunk is the same part of every rank's shard.
+        by_shard = own_targets.unflatten(1, (shards, -1))
+        size = max(1, chunk // (hidden.shape[0] * shards))
 
-        def of_chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-            logits = linear(hidden, self.weight).float() / temperature
-            return vocab_parallel_log_probs(logits, targets, self.tp_group, with_entropy=with_entropy)
+        def of_chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+            if self.mode == "fsp":
+                hidden = self._of_all_shards(hidden)
+            logits = linear(hidden, self.weight).float().flatten(0, 1) / temperature
+            results = vocab_parallel_log_probs(logits, targets.flatten(), self.tp_group, with_entropy=with_entropy)
+            return tuple(x.view(targets.shape) for x in results if x is not None)
 
-        parts = [
-            checkpoint(of_chunk, hidden_chunk, target_chunk, use_reentrant=False, preserve_rng_state=False)
-            for hidden_chunk, target_chunk in zip(
-                self._for_all_tokens(hidden).split(chunk), targets.split(chunk), strict=True
-            )
-        ]
-        log_probs = torch.cat([part[0] for part in parts])
-        return log_probs, torch.cat([part[1] for part in parts]) if with_entropy else None
+        parts = []
+        for hidden_chunk, target_chunk in zip(hidden.split(size, dim=1), by_shard.split(size, dim=2), strict=True):
+            # fsp keeps the shard and gathers it again when the chunk is computed again; the others gather once.
+            inputs = hidden_chunk if self.mode == "fsp" else self._of_all_shards(hidden_chunk)
+            parts.append(checkpoint(of_chunk, inputs, target_chunk, use_reentrant=False, preserve_rng_state=False))
+        results = [torch.cat(part, dim=2).flatten(1) for part in zip(*parts, strict=True)]
+        whole = _gather_sequence(torch.stack(results, dim=-1), self.cp_group).unbind(-1)
+        return whole[0], whole[1] if with_entropy else None
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """This rank's part of the logits, `[T, V/tp]`, at temperature 1."""
-        return linear(self._for_all_tokens(hidden), self.weight)
+    def logits(self, hidden: Tensor, *, parallel_output: bool = True) -> Tensor:
+        """Logits at temperature 1: `[b, s, V/tp]`, `[b, s, V]` unless `parallel_output`, `[b, s/n, V]` in isp."""
+        logits = linear(self._of_all_shards(hidden), self.weight)
+        return logits if parallel_output else gather_from_tensor_model_parallel_region(logits, group=self.tp_group)
 
-    def _for_all_tokens(self, hidden: Tensor) -> Tensor:
-        """`[T, H]`, with the sum over the vocabulary shards in backward that a column-parallel layer owes its input."""
-        if self.sequence_parallel:
-            full = gather_from_sequence_parallel_region(
-                hidden.transpose(0, 1), tensor_parallel_output_grad=True, group=self.tp_group
-            )
-            return full.squeeze(1)
-        return copy_to_tensor_model_parallel_region(hidden.squeeze(0), group=self.tp_group)
+    @property
+    def _sequence_shards(self) -> int:
+        return self.tp_group.size() if self.mode in ("msp", "fsp") else 1
+
+    def _of_all_shards(self, hidden: Tensor) -> Tensor:
+        """`[b, s, H]`, with the sum over the vocabulary shards in backward that a column-parallel layer owes."""
+        if self._sequence_shards == 1:
+            return copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
+        return _gather_sequence(hidden, self.tp_group, sums_gradients=True)
 
 
 class ValueHead(nn.Module):
     """One value per token from its hidden state; starts at zero, whole on every tensor-parallel rank."""
 
-    def __init__(self, config: TransformerConfig, tp_group: ProcessGroup) -> None:
+    def __init__(self, config: TransformerConfig, state: ParallelState) -> None:
         super().__init__()
-        self.sequence_parallel = config.sequence_parallel
-        self.tp_group = tp_group
+        # A rank has its own tokens only, if at all, over one of the two groups.
+        self.sequence_group = state.tp if config.sequence_parallel else state.cp
         self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # see RMSNorm
 
     def forward(self, input_: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
-        """`[T, 1, H]` (`[T/tp, 1, H]` under sequence parallelism) to values `[T, 1, 1]` fp32 of all tokens."""
+        """`[s, b, H]` (`[s/n, b, H]` where the sequence is split) to values `[s, b, 1]` fp32 of all tokens."""
         values = linear(input_, self.weight).float()
-        if self.sequence_parallel:
-            values = gather_from_sequence_parallel_region(
-                values, tensor_parallel_output_grad=False, group=self.tp_group
-            )
-        return values, None
+        return _gather_sequence(values.transpose(0, 1), self.sequence_group).transpose(0, 1), None
+
+
+def _gather_sequence(x: Tensor, group: ProcessGroup, *, sums_gradients: bool = False) -> Tensor:
+    """`[b, s/n, ...]` to `[b, s, ...]`.
+
+    In backward each rank takes its own part of the gradient: as it is where all ranks do the same with the whole, summed
+    over the ranks where each does something else.
+    """
+    if group.size() == 1:
+        return x
+    whole = gather_from_sequence_parallel_region(
+        x.transpose(0, 1).contiguous(), tensor_parallel_output_grad=sums_gradients, group=group
+    )
+    return whole.transpose(0, 1)

@@ -24,12 +24,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch.nn.functional import silu
 
-from roll.config import ModelConfig, ParallelSettings
+from roll.config import Head, Mode, ModelConfig, ParallelSettings
 from roll.models.attention import PackedCausalAttention
-from roll.models.heads import LanguageModelHead, ValueHead
+from roll.models.embedding import HiddenParallelEmbedding
+from roll.models.heads import HandOn, LanguageModelHead, ValueHead
 from roll.models.hf_mapping import mapped_parameters
+from roll.models.linears import GateAndUpLinear, GatherOnceColumnParallelLinear
 from roll.models.rms_norm import RMSNorm
 from roll.models.rotary import PositionRotaryEmbedding
+from roll.models.ulysses import UlyssesAttention
+from roll.models.weight_sharding import shard_weights
 from roll.parallel.state import ParallelState
 from roll.platform import get_platform
 
@@ -66,7 +70,7 @@ def megatron_config(model: ModelConfig, parallel: ParallelSettings, dtype: torch
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # variable_seq_lengths is refused otherwise, MoE or not.
         perform_initialization=False,  # Weights come from `roll.checkpoint.hf`, random ones too.
-        use_cpu_initialization=not on_gpu,
+        use_cpu_initialization=True,  # It is built without memory, see `build_internlm2`.
         # The fused kernels below need CUDA (and some of them Apex or transformer-engine).
         bias_activation_fusion=on_gpu,
         bias_dropout_fusion=on_gpu,
@@ -76,8 +80,8 @@ def megatron_config(model: ModelConfig, parallel: ParallelSettings, dtype: torch
     )
 
 
-def layer_spec() -> ModuleSpec:
-    """One decoder layer."""
+def layer_spec(mode: Mode) -> ModuleSpec:
+    """One decoder layer: Megatron-Core's, with the linears and the attention of the mode."""
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -86,70 +90,94 @@ def layer_spec() -> ModuleSpec:
                 module=SelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear,
-                    core_attention=PackedCausalAttention,
+                    linear_qkv=GatherOnceColumnParallelLinear if mode == "msp" else ColumnParallelLinear,
+                    core_attention=UlyssesAttention if mode == "isp" else PackedCausalAttention,
                     linear_proj=RowParallelLinear,
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
             mlp=ModuleSpec(
-                module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+                module=MLP, submodules=MLPSubmodules(linear_fc1=_GATE_AND_UP[mode], linear_fc2=RowParallelLinear)
             ),
             mlp_bda=get_bias_dropout_add,
         ),
     )
 
 
+_GATE_AND_UP = {
+    "mtp": ColumnParallelLinear,
+    "msp": GatherOnceColumnParallelLinear,
+    "fsp": ColumnParallelLinear,
+    "isp": GateAndUpLinear,
+}
+
+
 def build_internlm2(
-    model: ModelConfig, parallel: ParallelSettings, state: ParallelState, *, dtype: torch.dtype, head: str
+    model: ModelConfig,
+    parallel: ParallelSettings,
+    state: ParallelState,
+    *,
+    dtype: torch.dtype,
+    head: Head,
+    stored_dtype: torch.dtype | None = None,
 ) -> GPTModel:
     """This rank's part of the model, with unset weights, on this rank's device.
 
     Args:
+        dtype: of activations, and of the weights when they are used.
         head: `lm` for the vocabulary projection (`LanguageModelHead`), `value` for one value per token (`ValueHead`).
+        stored_dtype: of the weights where they are split while they are not used (mode isp); `dtype` unless given.
 
-    The forward pass of the last stage returns `[1, T, H]` hidden states for `lm` (see `LanguageModelHead`) and
-    `[1, T, 1]` values for `value`; other stages return hidden states for the next stage.
+    The forward pass of the last stage returns hidden states `[b, s, H]` for `lm`, on which `gpt.head` computes what is
+    asked (`[b, s/n, H]` where the sequence is split over n ranks), and values `[b, s, 1]` for `value`; other stages
+    return hidden states for the next stage.
     """
-    with get_platform().quiet_megatron():
+    platform = get_platform()
+    with platform.quiet_megatron():
         config = megatron_config(model, parallel, dtype)
-    num_layers = model.num_hidden_layers // parallel.pp
-    gpt = GPTModel(
-        config=config,
-        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[layer_spec()] * num_layers, layer_norm=RMSNorm),
-        vocab_size=model.vocab_size,
-        max_sequence_length=model.max_position_embeddings,
-        pre_process=state.is_first_stage,
-        post_process=state.is_last_stage,
-        parallel_output=True,
-        share_embeddings_and_output_weights=False,
-        position_embedding_type="rope",
-        pg_collection=state.megatron,
-    )
-    gpt.rotary_pos_emb = PositionRotaryEmbedding(model.head_dim, model.rope_theta)
-    if state.is_last_stage:
-        gpt.output_layer = _head(head, model, config, state)
-        gpt.output_layer.weight.is_embedding_or_output_parameter = True
-    # Megatron-Core 0.16 marks split parameters only where it initialises them (0.19 always does). Without the mark, the
-    # norm of the gradients counts them on tensor-parallel rank 0 alone.
-    for mapped in mapped_parameters(gpt, head):
-        if mapped.dim is not None and not hasattr(mapped.parameter, "tensor_model_parallel"):
+    if state.mode == "isp":
+        config.params_dtype = stored_dtype or dtype
+    # Nothing is allocated before it is known which part of it this rank keeps.
+    with torch.device("meta"):
+        gpt = GPTModel(
+            config=config,
+            transformer_layer_spec=TransformerBlockSubmodules(
+                layer_specs=[layer_spec(state.mode)] * (model.num_hidden_layers // parallel.pp), layer_norm=RMSNorm
+            ),
+            vocab_size=model.vocab_size,
+            max_sequence_length=model.max_position_embeddings,
+            pre_process=state.is_first_stage,
+            post_process=state.is_last_stage,
+            share_embeddings_and_output_weights=False,
+            position_embedding_type="rope",
+            pg_collection=state.megatron,
+        )
+        if state.is_first_stage:
+            gpt.embedding = HiddenParallelEmbedding(model.vocab_size, config, state.tp)
+        if state.is_last_stage and head == "lm":
+            gpt.output_layer = HandOn()
+            gpt.head = LanguageModelHead(model.vocab_size, config, state)
+        elif state.is_last_stage:
+            gpt.output_layer = ValueHead(config, state)
+    if state.weight_mesh is not None:
+        shard_weights(gpt, state.weight_mesh, dtype)
+    gpt.to_empty(device=platform.device())
+    gpt.rotary_pos_emb = PositionRotaryEmbedding(model.head_dim, model.rope_theta).to(platform.device())
+    if state.mode != "isp":
+        _mark_parameters(gpt, state.mode)
+    return gpt
+
+
+def _mark_parameters(gpt: GPTModel, mode: Mode) -> None:
+    """Tell Megatron-Core how the gradients of each parameter are to be treated.
+
+    Of split parameters each rank has a part; without the mark, the norm of the gradients counts them on
+    tensor-parallel rank 0 alone. Of whole parameters each rank has a copy, which under sequence parallelism has seen
+    its own tokens only: Megatron-Core sums their gradients over tp (finalize_model_grads.py:318).
+    """
+    for mapped in mapped_parameters(gpt, mode):
+        if mapped.dim is None:
+            mapped.parameter.sequence_parallel = mode in ("msp", "fsp")  # type: ignore[attr-defined]
+        elif not hasattr(mapped.parameter, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(mapped.parameter, is_parallel=True, dim=mapped.dim, stride=1)
-    return gpt.to(get_platform().device())
-
-
-def _head(
-    head: str, model: ModelConfig, config: TransformerConfig, state: ParallelState
-) -> LanguageModelHead | ValueHead:
-    if head == "value":
-        return ValueHead(config, state.tp)
-    assert head == "lm", head
-    return LanguageModelHead(
-        model.hidden_size,
-        model.vocab_size,
-        config=config,
-        init_method=config.init_method,
-        bias=False,
-        tp_group=state.tp,
-    )

@@ -20,27 +20,42 @@ class PackedSequence(PackedSeqParams):
     """
 
     position_ids: Tensor | None = None
-    """`[T]` int64."""
+    """`[s]` int64: of this rank's tokens of a row."""
     by_length: Tensor | None = None
     """`[T]` int64: the tokens of the shortest segments first, those of the longest last."""
     lengths: tuple[tuple[int, int], ...] = ()
     """(length, number of segments of that length), shortest first."""
 
     @classmethod
-    def of(cls, rows: PackedRows) -> PackedSequence:
-        device = rows.input_ids.device
-        cu_seqlens = rows.cu_seqlens.to(device)
-        lengths = rows.cu_seqlens.diff()
+    def of(cls, rows: PackedRows, shard: int = 0, shards: int = 1) -> PackedSequence:
+        """Of packed rows, on the rank that holds part `shard` of `shards` equal parts of them."""
+        return cls.from_segments(rows.cu_seqlens, rows.position_ids[0].chunk(shards)[shard])
+
+    @classmethod
+    def unpacked(
+        cls, rows: int, length: int, shard: int = 0, shards: int = 1, *, device: torch.device | None = None
+    ) -> PackedSequence:
+        """Of `rows` rows of `length` tokens each, on the rank that holds part `shard` of each of them."""
+        cu_seqlens = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
+        return cls.from_segments(cu_seqlens, torch.arange(length, device=device).chunk(shards)[shard])
+
+    @classmethod
+    def from_segments(cls, cu_seqlens: Tensor, position_ids: Tensor) -> PackedSequence:
+        """Of segments that begin at `cu_seqlens` (on CPU) in the whole row, and this rank's positions."""
+        device = position_ids.device
+        lengths = cu_seqlens.diff()
         # Stable, so that the tokens of a segment stay together and in order.
         by_length = torch.sort(lengths.repeat_interleave(lengths), stable=True).indices
         kinds, counts = lengths.unique(return_counts=True)
+        on_device = cu_seqlens.to(device)
+        longest = int(lengths.max())
         return cls(
             qkv_format="sbhd",
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            max_seqlen_q=rows.max_seqlen,
-            max_seqlen_kv=rows.max_seqlen,
-            position_ids=rows.position_ids[0],
+            cu_seqlens_q=on_device,
+            cu_seqlens_kv=on_device,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            position_ids=position_ids,
             by_length=by_length.to(device),
             lengths=tuple(zip(kinds.tolist(), counts.tolist(), strict=True)),
         )

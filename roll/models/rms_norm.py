@@ -14,9 +14,6 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Under sequence parallelism each rank sees its own tokens only. Megatron-Core sums the gradients of parameters
-        # with this mark over the tensor-parallel group (finalize_model_grads.py:318).
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., H]` to `[..., H]`, in x's dtype."""

@@ -32,7 +32,8 @@ class ParallelDegrees:
     """How `world_size` ranks are divided into tensor, context, data and pipeline parallel groups.
 
     `order` names the axes from the fastest varying to the slowest, as in Megatron-Core. Expert parallelism (`ep`) is
-    always 1 here and has no influence on the layout.
+    always 1 here and has no influence on the layout. The sequence-parallel ranks of mode isp are the `cp` axis. Its
+    weight-parallel groups are no axis: they are the ranks of a stage (cp x dp), `wp` at a time.
 
     Example: 8 ranks, tp 2, pp 2 (so dp 2) under `tp-cp-ep-pp-dp`: rank 5 is tp 1, pp 0, dp 1.
     """
@@ -41,10 +42,11 @@ class ParallelDegrees:
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    wp: int = 1
     order: str = DEFAULT_RANK_ORDER
 
     def __post_init__(self) -> None:
-        for axis in ("world_size", "tp", "pp", "cp"):
+        for axis in ("world_size", "tp", "pp", "cp", "wp"):
             if getattr(self, axis) < 1:
                 raise ValueError(f"{axis} must be at least 1, got {getattr(self, axis)}")
         if sorted(self.order.split("-")) != sorted(AXES):
@@ -54,11 +56,22 @@ class ParallelDegrees:
                 f"world_size {self.world_size} is not a multiple of tp {self.tp} x pp {self.pp} x cp {self.cp} "
                 f"= {self.model_parallel_size}"
             )
+        if self.cp * self.dp % self.wp:
+            raise ValueError(
+                f"wp {self.wp} does not divide the {self.cp * self.dp} ranks of a stage (cp {self.cp} x dp {self.dp})"
+            )
 
     @classmethod
     def of(cls, settings: ParallelSettings, world_size: int) -> ParallelDegrees:
         """The degrees that these settings give `world_size` ranks."""
-        return cls(world_size, tp=settings.tp, pp=settings.pp, cp=settings.cp, order=settings.rank_order)
+        return cls(
+            world_size,
+            tp=settings.tp,
+            pp=settings.pp,
+            cp=settings.context_parallel,
+            wp=settings.wp,
+            order=settings.rank_order,
+        )
 
     @property
     def model_parallel_size(self) -> int:
@@ -116,6 +129,16 @@ class ParallelDegrees:
     def group_of(self, rank: int, axes: str) -> list[int]:
         """The group along `axes` that `rank` belongs to."""
         return next(group for group in self.groups(axes) if rank in group)
+
+    def weight_mesh(self) -> list[list[list[int]]]:
+        """`[stage][replica][wp]`: the ranks that share one copy of the weights stand together.
+
+        Example: 8 ranks, pp 2, wp 2: `[[[0, 1], [2, 3]], [[4, 5], [6, 7]]]`.
+        """
+        return [
+            [stage[start : start + self.wp] for start in range(0, len(stage), self.wp)]
+            for stage in self.groups("cp-dp")
+        ]
 
     @cached_property
     def leaders(self) -> tuple[int, ...]:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
-from roll.config import ParallelSettings
+from roll.config import Mode, ParallelSettings
 from roll.parallel.degrees import ParallelDegrees, RankCoordinates
 from roll.platform import get_platform
 
@@ -35,9 +36,12 @@ class ParallelState:
     `megatron` is what Megatron-Core's layers, schedules and optimizers take as `pg_collection`.
     """
 
+    mode: Mode
     degrees: ParallelDegrees
     rank: int
     megatron: ProcessGroupCollection
+    weight_mesh: DeviceMesh | None
+    """Of mode isp: this stage's ranks as `(replica, wp)`; None in the other modes."""
 
     @property
     def at(self) -> RankCoordinates:
@@ -59,6 +63,21 @@ class ParallelState:
     def tp_cp(self) -> ProcessGroup:
         """The ranks of one stage that work on the same share: tensor x context."""
         return self.megatron.tp_cp
+
+    @property
+    def cp(self) -> ProcessGroup:
+        """The ranks over which a sequence is split from the embedding to the head (sp of mode isp)."""
+        return self.megatron.cp
+
+    @property
+    def weights(self) -> ProcessGroup:
+        """The ranks over which weights are split, each of them holding an equal part: tp, or wp of mode isp."""
+        return self.tp if self.weight_mesh is None else self.weight_mesh.get_group("wp")
+
+    @property
+    def weight_replica(self) -> int:
+        """Which copy of the weights, of several equal ones, this rank has a part of."""
+        return self.megatron.dp_cp.rank() if self.weight_mesh is None else self.weight_mesh.get_local_rank("replica")
 
     @property
     def is_first_stage(self) -> bool:
@@ -112,7 +131,9 @@ def init_parallel(settings: ParallelSettings, *, timeout_s: float = 600.0) -> Pa
         create_gloo_process_groups=platform.collective_backend != "gloo",
     )
     _fill_rng_tracker()
-    return ParallelState(degrees, dist.get_rank(), ProcessGroupCollection.use_mpu_process_groups())
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    weight_mesh = _weight_mesh(degrees) if settings.mode == "isp" else None
+    return ParallelState(settings.mode, degrees, dist.get_rank(), groups, weight_mesh)
 
 
 def destroy_parallel() -> None:
@@ -143,9 +164,14 @@ def _default_rendezvous() -> None:
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 
 
+def _weight_mesh(degrees: ParallelDegrees) -> DeviceMesh:
+    whole = DeviceMesh(get_platform().name, degrees.weight_mesh(), mesh_dim_names=("pp", "replica", "wp"))
+    return whole["replica", "wp"]
+
+
 def _fill_rng_tracker() -> None:
-    """Give Megatron-Core's tracker its states: under sequence parallelism the embedding asks for them, though our
-    models draw no random numbers (language_model_embedding.py:145). The caller's own generators stay as they are.
+    """Give Megatron-Core's tracker its states: under sequence parallelism the layers ask for them, though our models
+    draw no random numbers (transformer_block.py:733). The caller's own generators stay as they are.
     """
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import (
@@ -20,7 +21,7 @@ from roll.checkpoint.hf import load_weights
 from roll.checkpoint.tensor_sources import tensor_source
 from roll.config import ModelConfig, StrategySettings
 from roll.data.micro_batches import cut_micro_batches, join_results
-from roll.data.packing import PackedRows, pack_multiple_of, pack_rows
+from roll.data.packing import PackedRows, pack_rows
 from roll.models.internlm2 import build_internlm2
 from roll.models.packed_sequence import PackedSequence
 from roll.parallel.state import ParallelState
@@ -31,7 +32,10 @@ from roll.strategies.base import ForwardFunc, InferenceStrategy, LossFunc, Model
 
 @dataclass(frozen=True)
 class PackedOutput(ModelOutput):
-    """The last stage's output for a packed micro-batch: hidden states `[1, T, H]`, or values `[1, T, 1]`."""
+    """The last stage's output for a packed micro-batch: hidden states `[1, T, H]`, or values `[1, T, 1]`.
+
+    Hidden states are those of this rank's tokens where the sequence is split.
+    """
 
     rows: PackedRows
 
@@ -51,7 +55,6 @@ class MegatronInferStrategy(InferenceStrategy):
         self.state = state
         self.model_config = ModelConfig.from_folder(settings.model_path)
         self.device = get_platform().device()
-        self.pad_multiple = pack_multiple_of(settings.parallel)
         self.gpt: GPTModel
         self.model: nn.Module
 
@@ -66,9 +69,15 @@ class MegatronInferStrategy(InferenceStrategy):
             self.state,
             dtype=getattr(torch, settings.dtype),
             head=settings.head,
+            stored_dtype=self._stored_dtype,
         )
-        load_weights(self.gpt, settings.head, source, self.state)
+        load_weights(self.gpt, source, self.state)
         self.model = self.gpt.eval()
+
+    @property
+    def _stored_dtype(self) -> torch.dtype | None:
+        """What weights are kept in that are split while they are not used; None for the dtype they are used in."""
+        return None
 
     def get_data_input(self, batch: DataProto) -> DataProto:
         """Two levels: first over the tensor x context ranks of the first stage, then along each pipeline.
@@ -88,9 +97,20 @@ class MegatronInferStrategy(InferenceStrategy):
                 batch = broadcast_batch(batch, group, non_tensor=non_tensor, error=error)
             except ValueError as refused:
                 error = refused
+        self._raise_together(error)
+        return batch.to(self.device)
+
+    def _raise_together(self, error: ValueError | None) -> None:
+        """Raise where any data-parallel share was refused: the others would wait for its gradients, or weights."""
+        if self.state.dp.size() > 1:
+            refusals: list[str | None] = [None] * self.state.dp.size()
+            dist.all_gather_object(refusals, None if error is None else str(error), group=self.state.dp)
+            refused = {dp: text for dp, text in enumerate(refusals) if text is not None}
+            if error is None and refused:
+                dp, text = next(iter(refused.items()))
+                error = ValueError(f"the batch of data-parallel rank {dp} was refused: {text}")
         if error is not None:
             raise error
-        return batch.to(self.device)
 
     def _refusal(self, batch: DataProto) -> ValueError | None:
         try:
@@ -106,10 +126,22 @@ class MegatronInferStrategy(InferenceStrategy):
     @torch.no_grad()
     def forward_step(self, batch: DataProto, forward_func: ForwardFunc) -> dict[str, Tensor] | None:
         batch = self.get_data_input(batch)
-        micro_batches, order = cut_micro_batches(batch, self.settings.micro_batch, self.state.at.dp)
+        micro_batches, order = self._cut(batch)
         self.model.eval()
         results = self._run_schedule(micro_batches, forward_func, forward_only=True)
         return join_results(results, order) if self.state.is_reporter else None
+
+    def _cut(self, batch: DataProto) -> tuple[list[DataProto], list[int]]:
+        """The micro-batches of this rank's share, and its row numbers in their order.
+
+        Where shares gather weights together (mode isp), all have the same number of micro-batches: empty ones fill up.
+        """
+        micro_batches, order = cut_micro_batches(batch, self.settings.micro_batch, self.state.at.dp)
+        if self.state.weight_mesh is not None and self.state.dp.size() > 1:
+            most = torch.tensor(len(micro_batches), device=self.device)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.state.dp)
+            micro_batches += [batch.select_idxs([])] * (int(most) - len(micro_batches))
+        return micro_batches, order
 
     def _run_schedule(
         self, micro_batches: list[DataProto], func: ForwardFunc | LossFunc, *, forward_only: bool
@@ -120,7 +152,7 @@ class MegatronInferStrategy(InferenceStrategy):
             "data_iterator": iter(micro_batches),
             "model": [self.model],
             "num_microbatches": len(micro_batches),
-            "seq_length": self.pad_multiple,  # The real shapes are exchanged: variable_seq_lengths.
+            "seq_length": 1,  # The real shapes are exchanged: variable_seq_lengths.
             "micro_batch_size": 1,
             "forward_only": forward_only,
             "collect_non_loss_data": forward_only,
@@ -140,12 +172,17 @@ class MegatronInferStrategy(InferenceStrategy):
             The stage's output, and what the schedule calls with the last stage's output.
         """
         micro_batch = next(data_iterator)
-        rows = pack_rows(micro_batch["input_ids"], micro_batch["attention_mask"], multiple_of=self.pad_multiple)
+        rows = pack_rows(
+            micro_batch["input_ids"],
+            micro_batch["attention_mask"],
+            multiple_of=self.settings.parallel.sequence_shards,
+        )
+        shard, shards = self.state.cp.rank(), self.state.cp.size()
         output = model(
-            input_ids=rows.input_ids,
-            position_ids=rows.position_ids,
+            input_ids=rows.input_ids.chunk(shards, dim=1)[shard],
+            position_ids=None,  # They are part of the packed sequence.
             attention_mask=None,
-            packed_seq_params=PackedSequence.of(rows),
+            packed_seq_params=PackedSequence.of(rows, shard, shards),
         )
         return output, partial(self._apply, func, micro_batch, rows)
 
@@ -178,16 +215,25 @@ class MegatronInferStrategy(InferenceStrategy):
         self, output: ModelOutput, input_ids: Tensor, attention_mask: Tensor, *, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
         assert isinstance(output, PackedOutput)
-        log_probs, entropy = self.gpt.output_layer.log_probs(
+        log_probs, entropy = self.gpt.head.log_probs(
             output.tensor,
-            output.rows.next_tokens(input_ids),
+            output.rows.next_tokens(input_ids).unsqueeze(0),
             temperature=self.settings.temperature,
             chunk=self.settings.token_chunk,
             with_entropy=with_entropy,
         )
         wanted = attention_mask[:, 1:].bool()
-        per_row = [torch.where(wanted, output.rows.unpack_next(x), 0.0) for x in (log_probs, entropy) if x is not None]
+        per_row = [torch.where(wanted, output.rows.unpack_next(x[0]), 0.0) for x in (log_probs, entropy) if x is not None]
         return per_row[0], per_row[-1]
+
+    def op_compute_logits(self, output: ModelOutput) -> Tensor:
+        """Logits of the packed row at temperature 1, for loss functions that need more than log-probs.
+
+        Returns:
+            `[1, T, V/tp]`; `[1, T, V]` with `parallel.parallel_output` false; `[1, T/sp, V]` in mode isp.
+        """
+        logits: Tensor = self.gpt.head.logits(output.tensor, parallel_output=self.settings.parallel.parallel_output)
+        return logits
 
     def op_compute_values(self, output: ModelOutput, attention_mask: Tensor) -> Tensor:
         assert isinstance(output, PackedOutput)

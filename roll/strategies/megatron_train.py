@@ -9,20 +9,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from roll.checkpoint.hf import save_hf
 from roll.checkpoint.sharded import load_sharded, save_sharded
+from roll.checkpoint.training_state import restore_training_state, sharded_training_state
 from roll.config import OptimizerSettings, StrategySettings
-from roll.data.micro_batches import cut_micro_batches
 from roll.models.hf_mapping import export_hf_tensors
+from roll.parallel.gradient_norm import gradient_norm
 from roll.parallel.state import ParallelState
 from roll.protocol import DataProto, LossNormalizers, count_loss_tokens
 from roll.strategies.base import LossFunc, Metrics, TrainStrategy
 from roll.strategies.buckets import in_buckets
+from roll.strategies.gradients import Gradients, ReplicatedGradients, ShardedGradients
 from roll.strategies.megatron_infer import MegatronInferStrategy
 
 
@@ -37,31 +39,26 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
             raise ValueError(f"strategy {settings.name} trains, so `optimizer` must be set; got null")
         super().__init__(settings, state)
         self.optimizer_settings: OptimizerSettings = settings.optimizer
-        self.ddp: DistributedDataParallel
+        self.grads: Gradients
         self.optimizer: MegatronOptimizer
         self.schedule: OptimizerParamScheduler
 
+    @property
+    def _stored_dtype(self) -> torch.dtype:
+        return torch.float32
+
     def initialize(self) -> None:
         super().initialize()
-        settings = self.optimizer_settings
-        self.ddp = DistributedDataParallel(
-            self.gpt.config,
-            # Gradients are plain sums: see `megatron_config`.
-            DistributedDataParallelConfig(grad_reduce_in_fp32=True, average_in_collective=False),
-            self.gpt,
-            pg_collection=self.state.megatron,
-        )
-        self.ddp.broadcast_params()
-        self.model = self.ddp
-        self.gpt.config.no_sync_func = self.ddp.no_sync
-        self.gpt.config.finalize_model_grads_func = finalize_model_grads
+        sharded = self.state.weight_mesh is not None
+        self.grads = ShardedGradients(self.gpt) if sharded else ReplicatedGradients(self.gpt, self.state)
+        self.model = self.grads.model
         self.optimizer = get_megatron_optimizer(
-            _optimizer_config(settings, self.settings.dtype),
-            [self.ddp],
+            _optimizer_config(self.optimizer_settings, self.gpt.config.params_dtype),
+            [self.grads.trained],
             use_gloo_process_groups=False,
             pg_collection=self.state.megatron,
         )
-        self.schedule = _schedule(settings, self.optimizer)
+        self.schedule = _schedule(self.optimizer_settings, self.optimizer)
 
     def train_step(self, batch: DataProto, loss_func: LossFunc) -> Metrics:
         batch = self.get_data_input(batch)
@@ -69,18 +66,17 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
         lr = self._learning_rate()
         if normalizers.tokens == 0:
             return {"loss": 0.0, "grad_norm": 0.0, "lr": lr, "skipped_steps": 1.0}
-        micro_batches, _ = cut_micro_batches(batch, self.settings.micro_batch, self.state.at.dp)
+        micro_batches, _ = self._cut(batch)
         micro_batches = [micro_batch.with_normalizers(normalizers) for micro_batch in micro_batches]
 
         self.model.train()
-        self.ddp.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        self.grads.zero()
         metrics = self._run_schedule(micro_batches, loss_func, forward_only=False)
+        self.grads.collect()
         grad_norm = self._grad_norm()
         stepped = math.isfinite(grad_norm)  # Weights survive a gradient that does not.
         if stepped:
-            self.optimizer.step()
-            self.schedule.step(increment=1)
+            self._update(grad_norm)
         return self._sum_metrics(metrics) | {"grad_norm": grad_norm, "lr": lr, "skipped_steps": float(not stepped)}
 
     def _count_loss_tokens(self, batch: DataProto) -> LossNormalizers:
@@ -95,7 +91,15 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
     def _grad_norm(self) -> float:
         """L2 norm of all gradients of the model, before clipping; the same on every rank."""
         self.optimizer.prepare_grads()
-        return float(self.optimizer.get_grad_norm())
+        gradients = self.optimizer.get_main_grads_for_grad_norm()
+        return gradient_norm(gradients, (self.state.weights, self.state.pp), self.device)
+
+    def _update(self, grad_norm: float) -> None:
+        """Clip, and take the optimizer's and the schedule's step."""
+        limit = self.optimizer_settings.max_grad_norm
+        clip_grad_by_total_norm_fp32(self.optimizer.get_parameters(), limit, grad_norm)
+        self.optimizer.step_with_ready_grads()
+        self.schedule.step(increment=1)
 
     def _learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
@@ -110,44 +114,36 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
         return dict(zip(names, totals.tolist(), strict=True))
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole gradient) of this stage after `train_step`, before clipping was applied to it.
+        """(Hugging Face name, whole gradient) of this stage that the last `train_step` used, after clipping.
 
-        Collective over the tensor-parallel group. For inspection: optimizers read `main_grad` themselves.
+        Collective over the ranks that share the weights. For inspection: optimizers read `main_grad` themselves.
         """
-        yield from export_hf_tensors(self.gpt, self.settings.head, self.state.tp, of="main_grad")
+        yield from export_hf_tensors(self.gpt, self.state, of="main_grad")
 
     def model_update(self, bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
-        yield from in_buckets(export_hf_tensors(self.gpt, self.settings.head, self.state.tp), bucket_bytes)
+        yield from in_buckets(export_hf_tensors(self.gpt, self.state), bucket_bytes)
 
     def save_checkpoint(self, folder: Path) -> None:
-        save_sharded(Path(folder), self._sharded_state(is_loading=False))
+        sharded, step = sharded_training_state(self.gpt, self.optimizer, self.state)
+        save_sharded(Path(folder), {"tensors": sharded, "step": step, "schedule": self.schedule.state_dict()})
 
     def load_checkpoint(self, folder: Path) -> None:
-        loaded = load_sharded(Path(folder), self._sharded_state(is_loading=True))
-        self.gpt.load_state_dict(loaded["model"])
-        self.optimizer.load_state_dict(loaded["optimizer"])
+        sharded, _ = sharded_training_state(self.gpt, self.optimizer, self.state)
+        loaded = load_sharded(Path(folder), {"tensors": sharded})
+        restore_training_state(self.gpt, self.optimizer, self.state, loaded["tensors"], loaded["step"])
         self.schedule.load_state_dict(loaded["schedule"])
-
-    def _sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
-        model = self.gpt.sharded_state_dict(metadata={"dp_cp_group": self.state.megatron.dp_cp})
-        return {
-            "model": model,
-            "optimizer": self.optimizer.sharded_state_dict(model, is_loading=is_loading),
-            "schedule": self.schedule.state_dict(),
-        }
 
     def save_hf(self, folder: Path) -> None:
         save_hf(
             Path(folder),
             self.gpt,
-            self.settings.head,
             self.model_config,
             self.state,
             tokenizer_from=Path(self.settings.model_path),
         )
 
 
-def _optimizer_config(settings: OptimizerSettings, dtype: str) -> OptimizerConfig:
+def _optimizer_config(settings: OptimizerSettings, dtype: torch.dtype) -> OptimizerConfig:
     return OptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
@@ -156,9 +152,8 @@ def _optimizer_config(settings: OptimizerSettings, dtype: str) -> OptimizerConfi
         adam_beta2=settings.betas[1],
         adam_eps=settings.eps,
         weight_decay=settings.weight_decay,
-        clip_grad=settings.max_grad_norm,
-        bf16=dtype == "bfloat16",
-        params_dtype=getattr(torch, dtype),
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
     )
 
 

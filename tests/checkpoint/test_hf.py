@@ -26,12 +26,12 @@ from tests.strategies.tiny import TINY
 LAYOUTS = [
     (1, {}),
     (2, {"tp": 2}),
-    (2, {"tp": 2, "sequence_parallel": True}),
+    (2, {"tp": 2, "mode": "fsp"}),
     (4, {"tp": 4}),
-    (4, {"tp": 4, "sequence_parallel": True}),
+    (4, {"tp": 4, "mode": "fsp"}),
     (2, {"pp": 2}),
     (4, {"tp": 2, "pp": 2}),
-    (4, {"tp": 2, "pp": 2, "sequence_parallel": True}),
+    (4, {"tp": 2, "pp": 2, "mode": "fsp"}),
     (4, {"tp": 2, "pp": 2, "rank_order": "tp-cp-ep-pp-dp"}),
     (2, {}),  # dp 2
     (4, {"pp": 2, "rank_order": "tp-cp-ep-pp-dp"}),  # pp 2 x dp 2

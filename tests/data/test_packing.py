@@ -125,8 +125,8 @@ def test_input_is_not_changed() -> None:
     [
         (ParallelSettings(), 1),
         (ParallelSettings(tp=4), 1),
-        (ParallelSettings(tp=4, sequence_parallel=True), 4),
-        (ParallelSettings(tp=2, pp=3, sequence_parallel=True), 2),
+        (ParallelSettings(tp=4, mode="fsp"), 4),
+        (ParallelSettings(tp=2, pp=3, mode="fsp"), 2),
     ],
 )
 def test_the_multiple_that_degrees_ask_for(settings: ParallelSettings, multiple: int) -> None:

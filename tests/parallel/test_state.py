@@ -195,7 +195,7 @@ def test_a_second_init_is_refused_and_the_first_stays_usable(ranks: RankPool) ->
 
 
 def test_init_draws_no_random_numbers(ranks: RankPool) -> None:
-    settings = ParallelSettings(tp=2, sequence_parallel=True)
+    settings = ParallelSettings(tp=2, mode="fsp")
     assert ranks.run(generators_around_init, settings, world_size=2) == [[True, True, True]] * 2
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from roll.models.hf_mapping import mapped_parameters
 from roll.parallel.state import parallel_groups
 from roll.protocol import DataProto
 from roll.strategies import HfStrategy, MegatronInferStrategy, MegatronTrainStrategy
@@ -32,12 +33,20 @@ from tests.strategies.tiny import (
 LAYOUTS = [
     (1, {}),
     (2, {"tp": 2}),
-    (2, {"tp": 2, "sequence_parallel": True}),
+    (2, {"tp": 2, "mode": "fsp"}),
     (4, {"tp": 4}),
-    (4, {"tp": 4, "sequence_parallel": True}),
+    (4, {"tp": 4, "mode": "fsp"}),
     (2, {"pp": 2}),
     (4, {"tp": 2, "pp": 2}),
-    (4, {"tp": 2, "pp": 2, "sequence_parallel": True}),
+    (4, {"tp": 2, "pp": 2, "mode": "fsp"}),
+    (2, {"mode": "msp", "tp": 2}),
+    (2, {"mode": "isp", "sp": 2}),
+    (2, {"mode": "isp", "wp": 2}),
+    (2, {"mode": "isp", "sp": 2, "wp": 2}),
+    (4, {"mode": "isp", "sp": 2, "wp": 4}),
+    (4, {"mode": "isp", "sp": 4, "wp": 2}),
+    (4, {"mode": "isp", "sp": 4, "wp": 4}),
+    (4, {"mode": "isp", "sp": 2, "wp": 2, "pp": 2}),
     (2, {}),  # dp 2
     (4, {"tp": 2}),  # tp 2 x dp 2
     (4, {"pp": 2}),  # pp 2 x dp 2
@@ -45,7 +54,7 @@ LAYOUTS = [
 
 
 def name_of(value: Any) -> str:
-    return "-".join(f"{key}{int(number)}" for key, number in value.items()) if isinstance(value, dict) else str(value)
+    return "-".join(f"{key}-{number}" for key, number in value.items()) if isinstance(value, dict) else str(value)
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +76,12 @@ def token_results(strategy: Any, data: DataProto, output: Any) -> dict[str, Tens
 
 def all_logits(strategy: MegatronInferStrategy, data: DataProto, output: Any) -> dict[str, Tensor]:
     """Whole logits at their rows, zero on padding."""
-    local = strategy.gpt.output_layer.logits(output.tensor)
-    parts = [torch.empty_like(local) for _ in range(strategy.state.tp.size())]
-    dist.all_gather(parts, local, group=strategy.state.tp)
-    packed = torch.cat(parts, dim=-1)[: output.rows.num_tokens]
+    local = strategy.op_compute_logits(output)[0]
+    state = strategy.state
+    group, dim = (state.cp, 0) if state.mode == "isp" else (state.tp, 1)
+    parts = [torch.empty_like(local) for _ in range(group.size())]
+    dist.all_gather(parts, local.contiguous(), group=group)
+    packed = torch.cat(parts, dim=dim)[: output.rows.num_tokens]
     rows = packed.new_zeros(*data["input_ids"].shape, packed.shape[-1])
     rows[output.rows.mask] = packed
     return {"logits": rows}
@@ -115,7 +126,10 @@ def _set_value_head(strategy: Any) -> None:
         if isinstance(strategy, HfStrategy):
             strategy.value_head.weight.copy_(weight)
         elif strategy.state.is_last_stage:
-            strategy.gpt.output_layer.weight.copy_(weight)
+            (mapped,) = [m for m in mapped_parameters(strategy.gpt, strategy.state.mode) if "v_head" in m.hf_names[0]]
+            weights = strategy.state.weights
+            part = weight if mapped.dim is None else weight.chunk(weights.size(), mapped.dim)[weights.rank()]
+            mapped.parts()[0].copy_(part)
 
 
 @pytest.fixture(scope="module")

@@ -198,7 +198,7 @@ def continued(folder: Path, layout: dict[str, Any], checkpoint: Path, stages: tu
         ((2, {"tp": 2}), (2, {"tp": 2})),
         ((2, {"tp": 2}), (2, {"pp": 2})),
         ((2, {}), (4, {"tp": 2, "pp": 2})),
-        ((4, {"tp": 2, "pp": 2, "sequence_parallel": True}), (1, {})),
+        ((4, {"tp": 2, "pp": 2, "mode": "fsp"}), (1, {})),
     ],
     ids=str,
 )

@@ -1,0 +1,58 @@
+"""Attention over a sequence that is split over ranks, by exchanging heads (DeepSpeed-Ulysses, Jacobs et al. 2023).
+
+Outside attention a rank holds all heads of its own tokens; inside, its share of the heads for all tokens. Legend: n
+ranks of the sequence-parallel group, s tokens of a whole row, b rows, h query heads, g kv heads, d head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import all_to_all
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from roll.models.attention import PackedCausalAttention
+from roll.models.packed_sequence import PackedSequence
+
+
+class UlyssesAttention(PackedCausalAttention):
+    """`PackedCausalAttention` between two exchanges. RoPE is applied before, at this rank's own positions."""
+
+    def __init__(self, *args: Any, pg_collection: ProcessGroupCollection, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.group = pg_collection.cp
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: PackedSequence,
+        **unused: object,
+    ) -> Tensor:
+        """q `[s/n, b, h, d]`, k and v `[s/n, b, g, d]` to the context `[s/n, b, h*d]` of the same tokens."""
+        query = heads_to_ranks(query, self.group)
+        # With fewer kv heads than ranks several ranks need the same one: copies stand next to each other, as the
+        # query heads that they serve do. Autograd sums the gradients of the copies.
+        copies = max(1, self.group.size() // key.shape[2])
+        key_value = torch.stack((key, value), dim=-1).repeat_interleave(copies, dim=2)
+        key, value = heads_to_ranks(key_value, self.group).unbind(-1)
+        context = super().forward(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
+        return ranks_to_heads(context.unflatten(-1, (-1, query.shape[-1])), self.group).flatten(2)
+
+
+def heads_to_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
+    """`[s/n, b, heads, ...]` of this rank's tokens to `[s, b, heads/n, ...]` of its heads. Differentiable."""
+    by_receiver = x.unflatten(2, (group.size(), -1)).movedim(2, 0)
+    return all_to_all(group, by_receiver.contiguous()).flatten(0, 1)
+
+
+def ranks_to_heads(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The way back: `[s, b, heads/n, ...]` to `[s/n, b, heads, ...]`. Differentiable."""
+    by_receiver = x.unflatten(0, (group.size(), -1))
+    return all_to_all(group, by_receiver.contiguous()).movedim(0, 2).flatten(2, 3)
