@@ -58,9 +58,7 @@ def _splits_evenly(model: ModelConfig, size: str, parallel: ParallelSettings, de
     whole, parts = getattr(model, size), getattr(parallel, degree)
     if whole % parts:
         fitting = max(part for part in range(1, parts) if whole % part == 0)
-        yield Problem(
-            f"parallel.{degree}", f"{parts} does not divide the model's {size} {whole}; {fitting} would fit"
-        )
+        yield Problem(f"parallel.{degree}", f"{parts} does not divide the model's {size} {whole}; {fitting} would fit")
 
 
 def _key_value_heads_can_be_shared(model: ModelConfig, parallel: ParallelSettings) -> Iterator[Problem]:

@@ -59,7 +59,8 @@ class PackedCausalAttention(nn.Module):
         else:
             attend = self._by_segment
         # Row after row, so that a segment's tokens are neighbours; for one row a view.
-        context = attend(*(x.transpose(0, 1).flatten(0, 1) for x in (query, key, value)), packed_seq_params)
+        q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+        context = attend(q, k, v, packed_seq_params)
         return context.flatten(1).unflatten(0, (query.shape[1], -1)).transpose(0, 1)
 
     def _flash(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequence) -> Tensor:

@@ -7,7 +7,6 @@ split, V vocabulary, H hidden.
 from __future__ import annotations
 
 import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -112,8 +111,8 @@ class ValueHead(nn.Module):
 def _gather_sequence(x: Tensor, group: ProcessGroup, *, sums_gradients: bool = False) -> Tensor:
     """`[b, s/n, ...]` to `[b, s, ...]`.
 
-    In backward each rank takes its own part of the gradient: as it is where all ranks do the same with the whole, summed
-    over the ranks where each does something else.
+    In backward each rank takes its own part of the gradient: as it is where all ranks do the same with the whole,
+    summed over the ranks where each does something else.
     """
     if group.size() == 1:
         return x

@@ -63,7 +63,14 @@ class ParallelDegrees:
 
     @classmethod
     def of(cls, settings: ParallelSettings, world_size: int) -> ParallelDegrees:
-        """The degrees that these settings give `world_size` ranks."""
+        """The degrees that these settings give `world_size` ranks.
+
+        Raises:
+            ValueError: they do not fit.
+        """
+        if world_size % settings.model_parallel_size:
+            given = f"{settings.describe()} = {settings.model_parallel_size}"
+            raise ValueError(f"world_size {world_size} is not a multiple of {given}")
         return cls(
             world_size,
             tp=settings.tp,

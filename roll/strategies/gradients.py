@@ -81,5 +81,5 @@ class LocalShards(nn.Module):
         for name, parameter in gpt.named_parameters():
             shard = nn.Parameter(parameter.data.to_local())
             # As Megatron-Core's mixed-precision optimizer marks what it updates in a parameter's place.
-            parameter.main_param = shard  # type: ignore[attr-defined]
+            parameter.main_param = shard
             self.register_parameter(name.replace(".", "/"), shard)

@@ -223,7 +223,9 @@ class MegatronInferStrategy(InferenceStrategy):
             with_entropy=with_entropy,
         )
         wanted = attention_mask[:, 1:].bool()
-        per_row = [torch.where(wanted, output.rows.unpack_next(x[0]), 0.0) for x in (log_probs, entropy) if x is not None]
+        per_row = [
+            torch.where(wanted, output.rows.unpack_next(x[0]), 0.0) for x in (log_probs, entropy) if x is not None
+        ]
         return per_row[0], per_row[-1]
 
     def op_compute_logits(self, output: ModelOutput) -> Tensor:

@@ -151,7 +151,7 @@ def test_all_problems_at_once(complaints: Complaints) -> None:
         "actor.parallel.tpp: unknown setting; did you mean actor.parallel.tp?",
         "rollout.strategy: must be 'hf', got 'vllm'",
         "warm_start: model.config is set, so the warm start has to make the weights; got null",
-        "actor.parallel.pp: 4 does not divide the model's num_hidden_layers 6",
+        "actor.parallel.pp: 4 does not divide the model's num_hidden_layers 6; 3 would fit",
         "actor.world_size: 2 is not a multiple of parallel.tp 2 x pp 4 x cp 1 = 8",
         "task.max_prompt_tokens: task.max_prompt_tokens 40 + rollout.max_new_tokens 30 = 70, "
         "exceeds the model's max_position_embeddings 64",
@@ -165,7 +165,7 @@ def test_an_unusable_setting_skips_only_its_own_checks(complaints: Complaints) -
     wrong = "must be a valid integer, got 'x'"
     assert complaints("actor.parallel.tp=x", "actor.parallel.pp=4", "task.train_size=11", "critic.world_size=5") == [
         f"actor.parallel.tp: {wrong}",
-        "actor.parallel.pp: 4 does not divide the model's num_hidden_layers 6",
+        "actor.parallel.pp: 4 does not divide the model's num_hidden_layers 6; 3 would fit",
         "critic.world_size: the data-parallel degree of critic, 5 ranks / 1 per copy = 5 does not divide "
         "ppo.prompts_per_step 8 x ppo.responses_per_prompt 3 = 24 rows",
         "ppo.mini_batch_size: 12 is not a multiple of the data-parallel degree of critic, 5 ranks / 1 per copy = 5",
@@ -173,7 +173,7 @@ def test_an_unusable_setting_skips_only_its_own_checks(complaints: Complaints) -
     ]
     assert complaints("model.config.num_hidden_layers=x", "actor.parallel.tp=8", "actor.world_size=8") == [
         f"model.config.num_hidden_layers: {wrong}",
-        "actor.parallel.tp: 8 does not divide the model's num_key_value_heads 4",
+        "actor.parallel.tp: 8 does not divide the model's num_key_value_heads 4; 4 would fit",
     ]
     assert complaints("critic.micro_batch.rows=${gone}", "critic.micro_batch.max_tokens=null") == [
         "critic.micro_batch.rows: Interpolation key 'gone' not found"
@@ -286,7 +286,7 @@ def test_dump_reads_back(base: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy.yaml"
     copy.write_text(dump_config(config), encoding="utf-8")
     assert load_config(PPOConfig, copy) == config
-    assert "sequence_parallel: false" in copy.read_text(encoding="utf-8"), "defaults are written out"
+    assert "parallel_output: true" in copy.read_text(encoding="utf-8"), "defaults are written out"
 
 
 @pytest.mark.parametrize(

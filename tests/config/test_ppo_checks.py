@@ -22,30 +22,37 @@ REFUSALS = {
     "reference.parallel.pp=2": ["reference.world_size: 1 is not a multiple of parallel.tp 1 x pp 2 x cp 1 = 2"],
     "warm_start.parallel.pp=2": ["warm_start.world_size: 1 is not a multiple of parallel.tp 1 x pp 2 x cp 1 = 2"],
     "model.config.num_attention_heads=4 actor.parallel.tp=8 actor.world_size=8": [
-        "actor.parallel.tp: 8 does not divide the model's num_attention_heads 4",
-        "actor.parallel.tp: 8 does not divide the model's num_key_value_heads 4",
+        "actor.parallel.tp: 8 does not divide the model's num_attention_heads 4; 4 would fit",
+        "actor.parallel.tp: 8 does not divide the model's num_key_value_heads 4; 4 would fit",
     ],
     "actor.parallel.tp=8 actor.world_size=8": [
-        "actor.parallel.tp: 8 does not divide the model's num_key_value_heads 4"
+        "actor.parallel.tp: 8 does not divide the model's num_key_value_heads 4; 4 would fit"
     ],
-    "model.config.vocab_size=65": ["actor.parallel.tp: 2 does not divide the model's vocab_size 65"],
-    "model.config.intermediate_size=383": ["actor.parallel.tp: 2 does not divide the model's intermediate_size 383"],
+    "model.config.vocab_size=65": ["actor.parallel.tp: 2 does not divide the model's vocab_size 65; 1 would fit"],
+    "model.config.intermediate_size=383": [
+        "actor.parallel.tp: 2 does not divide the model's intermediate_size 383; 1 would fit"
+    ],
     # Heads that tp divides make a hidden size that tp divides, so that one never stands alone.
     "model.config.hidden_size=30 model.config.num_attention_heads=3 model.config.num_key_value_heads=3 "
     "actor.parallel.tp=4 actor.world_size=4 model.config.vocab_size=64": [
-        "actor.parallel.tp: 4 does not divide the model's num_attention_heads 3",
-        "actor.parallel.tp: 4 does not divide the model's num_key_value_heads 3",
-        "actor.parallel.tp: 4 does not divide the model's hidden_size 30",
+        "actor.parallel.tp: 4 does not divide the model's num_attention_heads 3; 3 would fit",
+        "actor.parallel.tp: 4 does not divide the model's num_key_value_heads 3; 3 would fit",
+        "actor.parallel.tp: 4 does not divide the model's hidden_size 30; 3 would fit",
     ],
-    "actor.parallel.pp=4 actor.world_size=8": ["actor.parallel.pp: 4 does not divide the model's num_hidden_layers 6"],
+    "actor.parallel.pp=4 actor.world_size=8": [
+        "actor.parallel.pp: 4 does not divide the model's num_hidden_layers 6; 3 would fit"
+    ],
     "model.config.num_attention_heads=10 model.config.num_key_value_heads=10": [
         "model.config.num_attention_heads: 10 does not divide hidden_size 128"
     ],
     "actor.parallel.cp=2 actor.world_size=4": [
         "actor.parallel.cp: context parallelism is not available yet: cp must be 1, got 2"
     ],
-    "critic.parallel.sequence_parallel=true": [
-        "critic.parallel.sequence_parallel: true needs tp > 1 (its ranks share the sequence), got tp 1"
+    "critic.parallel.mode=fsp": [
+        "critic.parallel.mode: fsp splits the sequence over tp, which must be more than 1; got tp 1"
+    ],
+    "critic.parallel={mode: isp, sp: 2, wp: 8} critic.world_size=4": [
+        "critic.parallel.wp: 8 does not divide the ranks of a stage, 4 ranks / pp 1 = 4"
     ],
     "actor.parallel.rank_order=tp-dp-pp": [
         "actor.parallel.rank_order: must name each of tp, cp, ep, dp, pp once, got 'tp-dp-pp'"
@@ -148,7 +155,7 @@ def test_base_is_accepted(base: Path) -> None:
     "overrides",
     [
         ["actor.parallel.tp=1", "actor.parallel.pp=2"],
-        ["actor.world_size=8", "actor.parallel.sequence_parallel=true"],
+        ["actor.world_size=8", "actor.parallel.mode=msp"],
         ["actor.micro_batch={rows: 1, max_tokens: null}", "ppo.kl={kind: fixed, coef: 0, target: null, horizon: 1}"],
         ["rollout.max_new_tokens=24", "critic.micro_batch.max_tokens=64"],  # exactly the context, exactly one row
         ["task.train_size=8", "warm_start.batch_size=8", "ppo.mini_batch_size=24", "ppo.kl.horizon=4.81"],
@@ -169,7 +176,7 @@ def test_a_model_folder_gives_the_architecture(base: Path, complaints: Complaint
     (folder / "config.json").write_text(json.dumps(model.to_hf_dict()), encoding="utf-8")
     assert load_config(PPOConfig, base, source).model.architecture == model
     assert complaints(*source, "actor.parallel.tp=8", "actor.world_size=8") == [
-        "actor.parallel.tp: 8 does not divide the model's num_key_value_heads 4"
+        "actor.parallel.tp: 8 does not divide the model's num_key_value_heads 4; 4 would fit"
     ]
     assert complaints(source[0]) == [
         f"warm_start: must be null, because the weights are those of model.path '{folder}'"

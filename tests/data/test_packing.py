@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from roll.config import ParallelSettings
-from roll.data.packing import PackedRows, pack_multiple_of, pack_rows
+from roll.data.packing import PackedRows, pack_rows
 
 
 def rows_of(*texts: str) -> tuple[Tensor, Tensor]:
@@ -118,19 +117,6 @@ def test_input_is_not_changed() -> None:
     assert torch.equal(ids, kept[0])
     assert torch.equal(mask, kept[1])
     assert torch.equal(values, torch.arange(8.0))
-
-
-@pytest.mark.parametrize(
-    ("settings", "multiple"),
-    [
-        (ParallelSettings(), 1),
-        (ParallelSettings(tp=4), 1),
-        (ParallelSettings(tp=4, mode="fsp"), 4),
-        (ParallelSettings(tp=2, pp=3, mode="fsp"), 2),
-    ],
-)
-def test_the_multiple_that_degrees_ask_for(settings: ParallelSettings, multiple: int) -> None:
-    assert pack_multiple_of(settings) == multiple
 
 
 @given(padded_rows(), st.integers(1, 5))

@@ -105,6 +105,25 @@ def test_context_parallel_ranks_share_the_leader() -> None:
 def test_degrees_of_settings() -> None:
     settings = ParallelSettings(tp=2, pp=3, cp=1, rank_order=DOCUMENT_ORDER)
     assert ParallelDegrees.of(settings, 12) == ParallelDegrees(12, tp=2, pp=3, cp=1, order=DOCUMENT_ORDER)
+    with pytest.raises(ValueError, match="world_size 6 is not a multiple of sp 4 x pp 1 = 4"):
+        ParallelDegrees.of(ParallelSettings(mode="isp", sp=4), 6)
+
+
+def test_weight_parallel_groups() -> None:
+    # InternEvo's example of 16 ranks (internevo.md 3.5): sequence groups of 4, two stages, weight groups of 2. With
+    # stages outermost, as there: sequence [0-3], weights [0, 1], replicas of a part of the weights [0, 2, 4, 6].
+    settings = ParallelSettings(mode="isp", sp=4, wp=2, pp=2)
+    degrees = ParallelDegrees.of(settings, 16)
+    assert degrees.groups("cp")[0] == [0, 1, 2, 3]
+    assert degrees.dp == 2
+    mesh = degrees.weight_mesh()
+    assert mesh[0] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [pair[0] for pair in mesh[0]] == [0, 2, 4, 6]
+    assert mesh[1] == [[8, 9], [10, 11], [12, 13], [14, 15]]
+    # Weights may be split over more ranks than the sequence: then several data-parallel shares hold one copy.
+    assert ParallelDegrees(8, cp=2, wp=4, pp=2).weight_mesh() == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
+    # Stages that are neighbours: the ranks of a stage are two apart.
+    assert ParallelDegrees(4, wp=2, pp=2, order=DOCUMENT_ORDER).weight_mesh() == [[[0, 2]], [[1, 3]]]
 
 
 @pytest.mark.parametrize(
@@ -115,6 +134,7 @@ def test_degrees_of_settings() -> None:
         ({"world_size": 0}, "world_size must be at least 1, got 0"),
         ({"world_size": 8, "tp": 0}, "tp must be at least 1, got 0"),
         ({"world_size": 8, "pp": -2}, "pp must be at least 1, got -2"),
+        ({"world_size": 6, "cp": 2, "wp": 4}, r"wp 4 does not divide the 6 ranks of a stage \(cp 2 x dp 3\)"),
         ({"world_size": 8, "cp": 0}, "cp must be at least 1, got 0"),
         ({"world_size": 8, "order": "tp-cp-dp-pp"}, "rank_order .* tp-cp-ep-dp-pp once, got 'tp-cp-dp-pp'"),
         ({"world_size": 8, "order": "tp-tp-cp-ep-dp-pp"}, "got 'tp-tp-cp-ep-dp-pp'"),

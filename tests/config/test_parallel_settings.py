@@ -1,0 +1,78 @@
+"""Modes, and the degrees that belong to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from roll.config import ModelConfig, ParallelSettings, check_parallel
+
+MODEL = ModelConfig(
+    vocab_size=96,
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=4,
+    num_attention_heads=12,
+    num_key_value_heads=4,
+    max_position_embeddings=64,
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "shards"),
+    [
+        ({}, 1),
+        ({"tp": 4}, 1),
+        ({"mode": "msp", "tp": 2, "pp": 3}, 2),
+        ({"mode": "fsp", "tp": 4}, 4),
+        ({"mode": "isp", "sp": 2, "wp": 4}, 2),
+        ({"mode": "isp", "wp": 4}, 1),
+    ],
+)
+def test_parts_that_a_row_is_cut_into(settings: dict[str, Any], shards: int) -> None:
+    assert ParallelSettings(**settings).sequence_shards == shards
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mode": "fsp"}, "mode: fsp splits the sequence over tp, which must be more than 1; got tp 1"),
+        ({"mode": "isp", "tp": 2}, "tp: 2 has no meaning in mode isp: it must be 1 there"),
+        ({"mode": "isp", "cp": 2}, "cp: 2 has no meaning in mode isp: it must be 1 there"),
+        ({"sp": 2}, "sp: 2 has no meaning in mode mtp: it must be 1 there"),
+        ({"mode": "msp", "tp": 2, "wp": 2}, "wp: 2 has no meaning in mode msp: it must be 1 there"),
+        ({"mode": "tsp"}, "mode"),
+    ],
+)
+def test_degrees_of_another_mode_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        ParallelSettings(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "world_size", "problems"),
+    [
+        ({"sp": 4, "wp": 2}, 8, []),
+        ({"sp": 12, "wp": 4}, 12, []),
+        (
+            {"sp": 6},
+            6,
+            ["parallel.sp: 6 neither divides the model's num_key_value_heads 4 nor is a multiple of it; 4 would fit"],
+        ),
+        ({"sp": 8}, 8, ["parallel.sp: 8 does not divide the model's num_attention_heads 12; 6 would fit"]),
+        (
+            {"wp": 5},
+            10,
+            [
+                "parallel.wp: 5 does not divide the model's hidden_size 48; 4 would fit",
+                "parallel.wp: 5 does not divide the model's vocab_size 96; 4 would fit",
+            ],
+        ),
+        ({"sp": 4, "pp": 2}, 12, ["world_size: 12 is not a multiple of parallel.sp 4 x pp 2 = 8"]),
+        ({"sp": 2, "wp": 4, "pp": 2}, 12, ["parallel.wp: 4 does not divide the ranks of a stage, 12 ranks / pp 2 = 6"]),
+    ],
+)
+def test_what_a_model_and_a_world_allow(settings: dict[str, Any], world_size: int, problems: list[str]) -> None:
+    assert check_parallel(MODEL, ParallelSettings(mode="isp", **settings), world_size) == problems
