@@ -166,6 +166,8 @@ def build_internlm2(
     gpt.rotary_pos_emb = PositionRotaryEmbedding(model.head_dim, model.rope_theta).to(platform.device())
     if state.mode != "isp":
         _mark_parameters(gpt, state.mode)
+    if state.is_first_stage and model.tie_word_embeddings and head == "lm":
+        gpt.embedding.weight.shared = True  # The norm of the gradients counts the output layer's copy only.
     return gpt
 
 

@@ -11,19 +11,20 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import all_to_all
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from roll.models.attention import PackedCausalAttention
 from roll.models.packed_sequence import PackedSequence
 
 
-class UlyssesAttention(PackedCausalAttention):
-    """`PackedCausalAttention` between two exchanges. RoPE is applied before, at this rank's own positions."""
+class UlyssesAttention(nn.Module):
+    """Attention over all tokens between two exchanges. RoPE is applied before, at this rank's own positions."""
 
     def __init__(self, *args: Any, pg_collection: ProcessGroupCollection, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__()
         self.group = pg_collection.cp
+        self.local_attention = PackedCausalAttention(*args, **kwargs)
 
     def forward(
         self,
@@ -36,13 +37,13 @@ class UlyssesAttention(PackedCausalAttention):
         **unused: object,
     ) -> Tensor:
         """q `[s/n, b, h, d]`, k and v `[s/n, b, g, d]` to the context `[s/n, b, h*d]` of the same tokens."""
-        query = heads_to_ranks(query, self.group)
         # With fewer kv heads than ranks several ranks need the same one: copies stand next to each other, as the
         # query heads that they serve do. Autograd sums the gradients of the copies.
         copies = max(1, self.group.size() // key.shape[2])
         key_value = torch.stack((key, value), dim=-1).repeat_interleave(copies, dim=2)
-        key, value = heads_to_ranks(key_value, self.group).unbind(-1)
-        context = super().forward(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
+        own_query = heads_to_ranks(query, self.group)
+        own_key, own_value = heads_to_ranks(key_value, self.group).unbind(-1)
+        context = self.local_attention(own_query, own_key, own_value, None, packed_seq_params=packed_seq_params)
         return ranks_to_heads(context.unflatten(-1, (-1, query.shape[-1])), self.group).flatten(2)
 
 

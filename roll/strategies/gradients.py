@@ -82,4 +82,5 @@ class LocalShards(nn.Module):
             shard = nn.Parameter(parameter.data.to_local())
             # As Megatron-Core's mixed-precision optimizer marks what it updates in a parameter's place.
             parameter.main_param = shard
+            shard.shared = getattr(parameter, "shared", False)  # type: ignore[attr-defined]
             self.register_parameter(name.replace(".", "/"), shard)

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from roll.checkpoint.hf import load_weights
 from roll.checkpoint.tensor_sources import tensor_source
-from roll.config import ModelConfig, StrategySettings
+from roll.config import ModelConfig, StrategySettings, check_parallel
 from roll.data.micro_batches import cut_micro_batches, join_results
 from roll.data.packing import PackedRows, pack_rows
 from roll.models.internlm2 import build_internlm2
 from roll.models.packed_sequence import PackedSequence
+from roll.parallel.degrees import ParallelDegrees
 from roll.parallel.state import ParallelState
 from roll.platform import get_platform
 from roll.protocol import DataProto, broadcast_batch, check_model_batch
@@ -54,9 +55,26 @@ class MegatronInferStrategy(InferenceStrategy):
         super().__init__(settings)
         self.state = state
         self.model_config = ModelConfig.from_folder(settings.model_path)
+        self._check_degrees()
         self.device = get_platform().device()
         self.gpt: GPTModel
         self.model: nn.Module
+
+    def _check_degrees(self) -> None:
+        """Whether the model can be split as the settings say, and the groups were made for these settings.
+
+        Raises:
+            ValueError: on every rank alike; all problems are listed.
+        """
+        parallel, groups = self.settings.parallel, self.state.degrees
+        problems = check_parallel(self.model_config, parallel, groups.world_size)
+        if not problems and (parallel.mode, ParallelDegrees.of(parallel, groups.world_size)) != (
+            self.state.mode,
+            groups,
+        ):
+            problems = [f"parallel: the settings say {parallel}, the groups were made for {self.state.mode}, {groups}"]
+        if problems:
+            raise ValueError("\n".join(problems))
 
     def initialize(self) -> None:
         settings = self.settings

@@ -18,6 +18,7 @@ from roll.checkpoint.sharded import load_sharded, save_sharded
 from roll.checkpoint.training_state import restore_training_state, sharded_training_state
 from roll.config import OptimizerSettings, StrategySettings
 from roll.models.hf_mapping import export_hf_tensors
+from roll.models.tied_embeddings import sum_tied_gradients
 from roll.parallel.gradient_norm import gradient_norm
 from roll.parallel.state import ParallelState
 from roll.protocol import DataProto, LossNormalizers, count_loss_tokens
@@ -72,6 +73,8 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
         self.grads.zero()
         metrics = self._run_schedule(micro_batches, loss_func, forward_only=False)
         self.grads.collect()
+        if self.model_config.tie_word_embeddings and self.settings.head == "lm":
+            sum_tied_gradients(self.gpt, self.state)
         grad_norm = self._grad_norm()
         stepped = math.isfinite(grad_norm)  # Weights survive a gradient that does not.
         if stepped:
@@ -80,8 +83,10 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
 
     def _count_loss_tokens(self, batch: DataProto) -> LossNormalizers:
         """Response tokens and sequences of all shares of the step: what per-token losses are divided by."""
-        if "response_mask" not in batch.tensors:
-            raise ValueError("a training batch needs `response_mask`, which says which tokens are learned from")
+        has_mask = "response_mask" in batch.tensors
+        self._raise_together(
+            None if has_mask else ValueError("a training batch needs `response_mask`: which tokens are learned from")
+        )
         local = count_loss_tokens(batch["response_mask"][:, 1:])
         counts = torch.tensor([local.tokens, local.sequences], dtype=torch.int64, device=self.device)
         dist.all_reduce(counts, group=self.state.dp)

@@ -28,11 +28,16 @@ LAYOUTS = [
     (2, {"tp": 2}),
     (2, {"tp": 2, "mode": "fsp"}),
     (4, {"tp": 4}),
-    (4, {"tp": 4, "mode": "fsp"}),
     (2, {"pp": 2}),
     (4, {"tp": 2, "pp": 2}),
     (4, {"tp": 2, "pp": 2, "mode": "fsp"}),
     (4, {"tp": 2, "pp": 2, "rank_order": "tp-cp-ep-pp-dp"}),
+    (2, {"mode": "msp", "tp": 2}),
+    (2, {"mode": "isp", "sp": 2}),
+    (2, {"mode": "isp", "wp": 2}),
+    (4, {"mode": "isp", "sp": 2, "wp": 4}),
+    (4, {"mode": "isp", "sp": 4, "wp": 2}),
+    (4, {"mode": "isp", "wp": 2, "pp": 2}),
     (2, {}),  # dp 2
     (4, {"pp": 2, "rank_order": "tp-cp-ep-pp-dp"}),  # pp 2 x dp 2
 ]
@@ -53,8 +58,8 @@ def through_the_model(
             model = ModelConfig.from_folder(source_folder)
             source = tensor_source(source_folder, model, init="load", head=head, seed=0)
             gpt = build_internlm2(model, parallel, state, dtype=dtype, head=head)
-            load_weights(gpt, head, source, state)
-            save_hf(target, gpt, head, model, state, tokenizer_from=source_folder, max_shard_bytes=max_shard_bytes)
+            load_weights(gpt, source, state)
+            save_hf(target, gpt, model, state, tokenizer_from=source_folder, max_shard_bytes=max_shard_bytes)
             numbers = sum(parameter.numel() for parameter in gpt.parameters())
             is_zero = state.is_last_stage and not gpt.output_layer.weight.any()
             held.append((numbers, bool(is_zero)))

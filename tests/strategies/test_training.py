@@ -199,6 +199,9 @@ def continued(folder: Path, layout: dict[str, Any], checkpoint: Path, stages: tu
         ((2, {"tp": 2}), (2, {"pp": 2})),
         ((2, {}), (4, {"tp": 2, "pp": 2})),
         ((4, {"tp": 2, "pp": 2, "mode": "fsp"}), (1, {})),
+        ((2, {"mode": "fsp", "tp": 2}), (4, {"mode": "isp", "sp": 2, "wp": 2})),
+        ((4, {"mode": "isp", "sp": 2, "wp": 4}), (2, {"mode": "isp", "wp": 2})),
+        ((4, {"mode": "isp", "wp": 2, "pp": 2}), (2, {"mode": "msp", "tp": 2})),
     ],
     ids=str,
 )

@@ -31,10 +31,10 @@ TINY = ModelConfig(
 OPTIMIZER = OptimizerSettings(lr=1e-3, max_grad_norm=1e9)
 
 
-def write_tiny(folder: Path) -> Path:
+def write_tiny(folder: Path, model: ModelConfig = TINY) -> Path:
     """A folder with the config only; weights are drawn from the seed."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(TINY.to_hf_dict()))
+    (folder / "config.json").write_text(json.dumps(model.to_hf_dict()))
     return folder
 
 
