@@ -37,6 +37,7 @@ SMALL = ModelConfig(
 
 
 def arguments() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=["mtp", "msp", "fsp", "isp"], default="mtp")
     for degree in ("tp", "sp", "wp"):
@@ -50,6 +51,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
+    """Start the ranks that the degrees ask for."""
     args = arguments()
     model = SMALL if args.model is None else ModelConfig.from_folder(args.model)
     parallel = ParallelSettings(mode=args.mode, tp=args.tp, sp=args.sp, wp=args.wp)

@@ -30,11 +30,11 @@ class HiddenParallelEmbedding(nn.Module):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Token ids `[b, s]` to `[s, b, H]`, `[s/tp, b, H]` under sequence parallelism. Positions are not used."""
-        part = embedding(input_ids, self.weight).transpose(0, 1)
+        part = embedding(input_ids.transpose(0, 1), self.weight)
         if self.tp_group.size() == 1:
-            return part.contiguous()
+            return part
         if self.sequence_parallel:
             # Tokens are ordered by position first, so a rank's share of them is its part of the sequence.
-            own_tokens = all_to_all_hp2sp(part.contiguous(), group=self.tp_group)
+            own_tokens = all_to_all_hp2sp(part, group=self.tp_group)
             return own_tokens.view(-1, input_ids.shape[0], own_tokens.shape[-1])
-        return gather_from_tensor_model_parallel_region(part.contiguous(), group=self.tp_group)
+        return gather_from_tensor_model_parallel_region(part, group=self.tp_group)

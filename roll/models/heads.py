@@ -74,8 +74,9 @@ class LanguageModelHead(nn.Module):
             inputs = hidden_chunk if self.mode == "fsp" else self._of_all_shards(hidden_chunk)
             parts.append(checkpoint(of_chunk, inputs, target_chunk, use_reentrant=False, preserve_rng_state=False))
         results = [torch.cat(part, dim=2).flatten(1) for part in zip(*parts, strict=True)]
-        whole = _gather_sequence(torch.stack(results, dim=-1), self.cp_group).unbind(-1)
-        return whole[0], whole[1] if with_entropy else None
+        whole = _gather_sequence(torch.stack(results, dim=-1), self.cp_group)
+        # Not views: an in-place change of those would cut FSDP2's hooks off.
+        return whole[..., 0].clone(), whole[..., 1].clone() if with_entropy else None
 
     def logits(self, hidden: Tensor, *, parallel_output: bool = True) -> Tensor:
         """Logits at temperature 1: `[b, s, V/tp]`, `[b, s, V]` unless `parallel_output`, `[b, s/n, V]` in isp."""

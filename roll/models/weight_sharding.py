@@ -6,6 +6,7 @@ are reduce-scattered. FSDP2 calls the groups a mesh of `(replicate, shard)`; her
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from itertools import pairwise
 
@@ -43,6 +44,8 @@ def shard_weights(gpt: GPTModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     for block in [*layers, *(end for end in ends if any(True for _ in end.parameters()))]:
         shard(block)
     shard(gpt)
+    # GPTModel's output is a transposed view, which nobody changes in place; FSDP2 warns of that at every call.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPGPTModel\) returned a view tensor")
     if hasattr(gpt, "head"):
         # The head's weight is used in methods, not in a forward pass.
         register_fsdp_forward_method(gpt.head, "log_probs")

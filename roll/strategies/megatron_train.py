@@ -71,6 +71,7 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
 
         self.model.train()
         self.grads.zero()
+        self.optimizer.zero_grad()
         metrics = self._run_schedule(micro_batches, loss_func, forward_only=False)
         self.grads.collect()
         if self.model_config.tie_word_embeddings and self.settings.head == "lm":
@@ -128,13 +129,13 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
         yield from in_buckets(export_hf_tensors(self.gpt, self.state), bucket_bytes)
 
     def save_checkpoint(self, folder: Path) -> None:
-        sharded, step = sharded_training_state(self.gpt, self.optimizer, self.state)
-        save_sharded(Path(folder), {"tensors": sharded, "step": step, "schedule": self.schedule.state_dict()})
+        sharded, steps = sharded_training_state(self.gpt, self.optimizer, self.state)
+        save_sharded(Path(folder), {"tensors": sharded, "steps": steps, "schedule": self.schedule.state_dict()})
 
     def load_checkpoint(self, folder: Path) -> None:
         sharded, _ = sharded_training_state(self.gpt, self.optimizer, self.state)
         loaded = load_sharded(Path(folder), {"tensors": sharded})
-        restore_training_state(self.gpt, self.optimizer, self.state, loaded["tensors"], loaded["step"])
+        restore_training_state(self.gpt, self.optimizer, self.state, loaded["tensors"], loaded["steps"])
         self.schedule.load_state_dict(loaded["schedule"])
 
     def save_hf(self, folder: Path) -> None:

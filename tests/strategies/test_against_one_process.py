@@ -74,11 +74,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def token_results(strategy: Any, data: DataProto, output: Any) -> dict[str, Tensor]:
     log_probs, entropy = strategy.op_compute_log_probs_and_entropy(output, data["input_ids"], data["attention_mask"])
-    alone = strategy.op_compute_log_probs(output, data["input_ids"], data["attention_mask"])
     return {
         "log_probs": log_probs,
         "entropy": entropy,
-        "log_probs_alone": alone,
         "entropy_alone": strategy.op_compute_entropy(output, data["attention_mask"]),
         "response_log_probs": strategy.op_compute_log_probs(output, data["input_ids"], data["response_mask"]),
     }

@@ -48,7 +48,7 @@ def settings(folder: Path, name: str = "megatron_train", **changes: Any) -> Stra
         "parallel": ParallelSettings(**parallel),
         "micro_batch": MicroBatchSettings(rows=2),
         "optimizer": None if name == "megatron_infer" else OPTIMIZER,
-        "token_chunk": 5,  # Smaller than a micro-batch, so that chunks have borders.
+        "token_chunk": 8,  # Smaller than a micro-batch, so that chunks have borders.
     }
     return StrategySettings(**(base | changes))
 
