@@ -53,6 +53,8 @@ def megatron_config(model: ModelConfig, parallel: ParallelSettings, dtype: torch
         gated_linear_unit=True,
         activation_func=silu,
         add_bias_linear=False,
+        add_qkv_bias=model.qkv_bias,
+        qk_layernorm=model.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tp,
@@ -76,7 +78,7 @@ def megatron_config(model: ModelConfig, parallel: ParallelSettings, dtype: torch
     )
 
 
-def layer_spec() -> ModuleSpec:
+def layer_spec(model: ModelConfig) -> ModuleSpec:
     """One decoder layer."""
     return ModuleSpec(
         module=TransformerLayer,
@@ -89,6 +91,10 @@ def layer_spec() -> ModuleSpec:
                     linear_qkv=ColumnParallelLinear,
                     core_attention=PackedCausalAttention,
                     linear_proj=RowParallelLinear,
+                    # Each rank has the norms whole and its own heads only. Megatron-Core sums their gradients over the
+                    # tensor-parallel group by these names, with sequence parallelism and without.
+                    q_layernorm=RMSNorm if model.qk_norm else None,
+                    k_layernorm=RMSNorm if model.qk_norm else None,
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,
@@ -117,7 +123,9 @@ def build_internlm2(
     num_layers = model.num_hidden_layers // parallel.pp
     gpt = GPTModel(
         config=config,
-        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[layer_spec()] * num_layers, layer_norm=RMSNorm),
+        transformer_layer_spec=TransformerBlockSubmodules(
+            layer_specs=[layer_spec(model)] * num_layers, layer_norm=RMSNorm
+        ),
         vocab_size=model.vocab_size,
         max_sequence_length=model.max_position_embeddings,
         pre_process=state.is_first_stage,
@@ -127,7 +135,7 @@ def build_internlm2(
         position_embedding_type="rope",
         pg_collection=state.megatron,
     )
-    gpt.rotary_pos_emb = PositionRotaryEmbedding(model.head_dim, model.rope_theta)
+    gpt.rotary_pos_emb = PositionRotaryEmbedding(model)
     if state.is_last_stage:
         gpt.output_layer = _head(head, model, config, state)
         gpt.output_layer.weight.is_embedding_or_output_parameter = True

@@ -21,6 +21,8 @@ class PackedSequence(PackedSeqParams):
 
     position_ids: Tensor | None = None
     """`[T]` int64."""
+    segment_lengths: Tensor | None = None
+    """`[T]` int64: the length of the whole segment that each token of this rank belongs to."""
     by_length: Tensor | None = None
     """`[T]` int64: the tokens of the shortest segments first, those of the longest last."""
     lengths: tuple[tuple[int, int], ...] = ()
@@ -30,7 +32,7 @@ class PackedSequence(PackedSeqParams):
     def of(cls, rows: PackedRows) -> PackedSequence:
         device = rows.input_ids.device
         cu_seqlens = rows.cu_seqlens.to(device)
-        lengths = rows.cu_seqlens.diff()
+        lengths = rows.cu_seqlens.diff().long()
         # Stable, so that the tokens of a segment stay together and in order.
         by_length = torch.sort(lengths.repeat_interleave(lengths), stable=True).indices
         kinds, counts = lengths.unique(return_counts=True)
@@ -41,6 +43,7 @@ class PackedSequence(PackedSeqParams):
             max_seqlen_q=rows.max_seqlen,
             max_seqlen_kv=rows.max_seqlen,
             position_ids=rows.position_ids[0],
+            segment_lengths=lengths.repeat_interleave(lengths).to(device),
             by_length=by_length.to(device),
             lengths=tuple(zip(kinds.tolist(), counts.tolist(), strict=True)),
         )

@@ -18,6 +18,7 @@ from roll.checkpoint.hf import save_hf
 from roll.checkpoint.sharded import load_sharded, save_sharded
 from roll.config import OptimizerSettings, StrategySettings
 from roll.data.micro_batches import cut_micro_batches
+from roll.models.families import to_family
 from roll.models.hf_mapping import export_hf_tensors
 from roll.parallel.state import ParallelState
 from roll.protocol import DataProto, LossNormalizers, count_loss_tokens
@@ -117,7 +118,8 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
         yield from export_hf_tensors(self.gpt, self.settings.head, self.state.tp, of="main_grad")
 
     def model_update(self, bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
-        yield from in_buckets(export_hf_tensors(self.gpt, self.settings.head, self.state.tp), bucket_bytes)
+        tensors = export_hf_tensors(self.gpt, self.settings.head, self.state.tp)
+        yield from in_buckets(to_family(self.model_config, tensors), bucket_bytes)
 
     def save_checkpoint(self, folder: Path) -> None:
         save_sharded(Path(folder), self._sharded_state(is_loading=False))
