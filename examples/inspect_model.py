@@ -83,7 +83,7 @@ def show(
         else:  # One row of micro_bsz documents of seq_len tokens, as the packed dataset makes it at best.
             positions = torch.arange(length).repeat(rows)
             cu_seqlens = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
-            packed = PackedSequence.from_segments(cu_seqlens, positions.chunk(shards)[shard])
+            packed = PackedSequence.packed(cu_seqlens, positions, shard, shards)
         shape = (rows, length) if args.unpacked else (1, rows * length)
         ids = torch.zeros(shape, dtype=torch.long).chunk(shards, dim=1)[shard]
         steps = forward_shapes(gpt, model, packed, ids, parallel_output=not args.whole_output)

@@ -15,6 +15,7 @@ from roll.checkpoint.folders import begin_folder, finish_folder
 from roll.checkpoint.hf_writer import MAX_SHARD_BYTES, ShardWriter, copy_tokenizer, write_config, write_index
 from roll.checkpoint.tensor_sources import TensorSource
 from roll.config import ModelConfig
+from roll.models.families import to_family
 from roll.models.hf_mapping import export_hf_tensors, mapped_parameters
 from roll.parallel.state import ParallelState
 
@@ -45,7 +46,7 @@ def save_hf(
     assert unfinished[0] is not None
     writer = ShardWriter(unfinished[0], f"model-stage{state.at.pp:02d}", max_shard_bytes)
     writes = state.at.tp == state.at.cp == state.at.dp == 0
-    for name, tensor in export_hf_tensors(model, state):
+    for name, tensor in to_family(config, export_hf_tensors(model, state)):
         if writes:
             writer.add(name, tensor)
     writer.flush()

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from roll.config import ModelConfig
+from roll.models.families import EMBEDDING, OUTPUT, TENSOR_NAMES, family_shapes, join_qkv
 from roll.models.hf_layout import hf_shapes
 
 INDEX = "model.safetensors.index.json"
@@ -31,14 +32,15 @@ class TensorSource(Protocol):
 
 
 class HfFolder:
-    """The tensors of a Hugging Face folder.
+    """The tensors of a Hugging Face folder under canonical names, whatever the model's family calls them.
 
     Raises:
         ValueError: there are no weights, or the index names a file that is not there.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, model: ModelConfig) -> None:
+        self.folder, self.model = folder, model
+        self.names = TENSOR_NAMES[model.model_type]
         index = folder / INDEX
         if index.is_file():
             self._file_of: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
@@ -51,7 +53,7 @@ class HfFolder:
         if absent:
             raise ValueError(f"{folder}: {INDEX} names files that are not there: {', '.join(absent)}")
 
-    def check(self, model: ModelConfig, head: str) -> None:
+    def check(self, head: str) -> None:
         """Compare names and shapes with the model's.
 
         A value head that is not there is started anew, and a language model's output is not read for one.
@@ -59,10 +61,14 @@ class HfFolder:
         Raises:
             ValueError: tensors are missing, unknown or of another shape; all of them are listed.
         """
-        expected, found = hf_shapes(model, head), self.shapes()
-        optional = {"v_head.weight", "output.weight"} if head == "value" else {"v_head.weight"}
+        expected, found = family_shapes(self.model, head), self.shapes()
+        (output,), (embedding,) = self.names.of(OUTPUT), self.names.of(EMBEDDING)
+        optional = {"v_head.weight", output} if head == "value" else {"v_head.weight"}
+        unknown = sorted(name for name in found.keys() - expected.keys() - optional if not self.names.is_computed(name))
         problems = [f"missing: {name}" for name in sorted(expected.keys() - found.keys() - optional)]
-        problems += [f"unknown: {name}" for name in sorted(found.keys() - expected.keys() - optional)]
+        # A tied output beside its embedding might be another tensor, and then one of the two would be lost.
+        tied = {output: f", which tie_word_embeddings makes {embedding}"} if self.model.tie_word_embeddings else {}
+        problems += [f"unknown: {name}{tied.get(name, '')}" for name in unknown]
         problems += [
             f"shape: {name} is {found[name]}, the config asks for {shape}"
             for name, shape in expected.items()
@@ -72,7 +78,7 @@ class HfFolder:
             raise ValueError(f"{self.folder} does not fit its config.json:\n  " + "\n  ".join(problems))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor, from the files' headers."""
+        """The family's name and the shape of every tensor, from the files' headers."""
         shapes: dict[str, tuple[int, ...]] = {}
         for file_name in sorted(set(self._file_of.values())):
             with safe_open(self.folder / file_name, framework="pt") as file:
@@ -81,6 +87,16 @@ class HfFolder:
         return shapes
 
     def part(self, name: str, dim: int | None, index: int, count: int) -> Tensor:
+        own = self.names.of(EMBEDDING if name == OUTPUT and self.model.tie_word_embeddings else name)
+        if len(own) == 1:
+            return self._part(own[0], dim, index, count)
+        # Rows of wqkv that are whole key-value heads come from as many rows of q, k and v; columns are columns there.
+        if dim != 0 or self.model.num_key_value_heads % count == 0:
+            return join_qkv(self.model, *(self._part(x, dim, index, count) for x in own))
+        whole = join_qkv(self.model, *(self._part(x, None, 0, 1) for x in own))
+        return whole.chunk(count)[index]
+
+    def _part(self, name: str, dim: int | None, index: int, count: int) -> Tensor:
         if name not in self._file_of:
             assert name == "v_head.weight", name  # `check` has refused everything else.
             return torch.zeros(())
@@ -94,7 +110,7 @@ class HfFolder:
 
 
 class RandomTensors:
-    """Fresh weights: normal with the config's `initializer_range`, norms one, the value head zero.
+    """Fresh weights: normal with the config's `initializer_range`, norms one, biases and the value head zero.
 
     Each tensor is drawn whole from a generator of its own, seeded by `seed` and its name, so that a model starts the
     same under every parallel mode.
@@ -102,18 +118,20 @@ class RandomTensors:
 
     def __init__(self, model: ModelConfig, head: str, seed: int) -> None:
         self.shapes = hf_shapes(model, head)
+        self.tied = model.tie_word_embeddings
         self.std = model.initializer_range
         self.seed = seed
 
     def part(self, name: str, dim: int | None, index: int, count: int) -> Tensor:
-        whole = self._whole(name, self.shapes[name])
+        whole = self._whole(EMBEDDING if self.tied and name == OUTPUT else name)
         return whole if dim is None else whole.chunk(count, dim=dim)[index]
 
-    def _whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _whole(self, name: str) -> Tensor:
+        shape = self.shapes[name]
+        if name.endswith(".bias") or name == "v_head.weight":
+            return torch.zeros(shape)
         if len(shape) == 1:
             return torch.ones(shape)
-        if name == "v_head.weight":
-            return torch.zeros(shape)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed}/{name}".encode()))
         return torch.normal(0.0, self.std, shape, generator=generator)
 
@@ -122,6 +140,6 @@ def tensor_source(folder: Path, model: ModelConfig, *, init: str, head: str, see
     """The weights in `folder` for `init` load, checked against the model; fresh ones from `seed` for random."""
     if init == "random":
         return RandomTensors(model, head, seed)
-    source = HfFolder(folder)
-    source.check(model, head)
+    source = HfFolder(folder, model)
+    source.check(head)
     return source

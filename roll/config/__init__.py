@@ -4,6 +4,7 @@ Importing this package loads neither torch nor Ray.
 """
 
 from roll.config.algorithm import KLSettings, PPOSettings
+from roll.config.families import FAMILIES, Family
 from roll.config.load import dump_config, load_config
 from roll.config.micro_batch import MicroBatchSettings
 from roll.config.model import ModelConfig
@@ -19,12 +20,15 @@ from roll.config.roles import (
     TrainRoleSettings,
     WarmStartSettings,
 )
+from roll.config.rope import RopeScaling
 from roll.config.settings import Settings
 from roll.config.strategy import DType, Head, StrategyName, StrategySettings
 
 __all__ = [
+    "FAMILIES",
     "ConfigError",
     "DType",
+    "Family",
     "Head",
     "KLSettings",
     "MicroBatchSettings",
@@ -41,6 +45,7 @@ __all__ = [
     "RewardSettings",
     "Role",
     "RolloutSettings",
+    "RopeScaling",
     "Settings",
     "StrategyName",
     "StrategySettings",

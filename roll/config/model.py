@@ -1,41 +1,32 @@
-"""The architecture of a model: InternLM2, under the names of its Hugging Face config.json."""
+"""The architecture of a model: InternLM2 or one of its relatives, under the names of its Hugging Face config.json."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, Strict, ValidationError
 
 from roll.config.explain import schema_problems
+from roll.config.families import FAMILIES, Family, ModelType
+from roll.config.hf_config import RopeReading, family_of, read_config_json, unsupported
 from roll.config.problems import Check, ConfigError, Problem
+from roll.config.rope import RopeScaling
 from roll.config.settings import Settings, find_problems, usable_part
 
-MODEL_TYPE = "internlm2"
-ARCHITECTURE = "InternLM2ForCausalLM"
 
-# What InternLM2Config of Hugging Face means by a key that config.json leaves out (configuration_internlm2.py of
-# internlm/internlm2-7b). Sizes have defaults there too, but a file without them is broken rather than brief.
-HF_DEFAULTS: dict[str, Any] = {
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "initializer_range": 0.02,
-    "bias": True,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-# Keys that change what the model computes, with the only value that is supported; a file may leave them out.
-HF_FIXED: dict[str, Any] = {"hidden_act": "silu", "rope_scaling": None}
+def _equal_share(sizes: Mapping[str, Any]) -> int:
+    """The head size that most models have; any number where what it follows from has problems of its own."""
+    return sizes.get("hidden_size", 0) // sizes.get("num_attention_heads", 1)
 
 
 class ModelConfig(Settings):
-    """An InternLM2: decoder-only, RMSNorm, SwiGLU, RoPE, grouped-query attention."""
+    """An InternLM2 or a relative: decoder-only, RMSNorm, SwiGLU, RoPE, grouped-query attention."""
 
+    model_type: ModelType = "internlm2"
+    """The family: what config.json and the tensors are called, and whether q, k and v have biases or norms."""
     vocab_size: PositiveInt
     """Rows of the embedding and of the output layer."""
     hidden_size: PositiveInt
@@ -48,29 +39,50 @@ class ModelConfig(Settings):
     """Query heads of a layer."""
     num_key_value_heads: PositiveInt
     """Key and value heads of a layer; each serves num_attention_heads / num_key_value_heads query heads."""
+    head_dim: PositiveInt = Field(default_factory=_equal_share)
+    """Size of one attention head; by default hidden_size / num_attention_heads."""
     max_position_embeddings: PositiveInt
-    """Longest sequence in tokens, prompt and response together."""
+    """Longest sequence in tokens, prompt and response together; linear and dynamic rope_scaling go beyond it."""
     rms_norm_eps: PositiveFloat = 1e-5
     """Added to the mean square in RMSNorm."""
     rope_theta: PositiveFloat = 1e6
     """Base of the rotary position embedding."""
+    rope_scaling: RopeScaling | None = None
+    """How RoPE reaches beyond the trained context; null: not at all."""
     initializer_range: PositiveFloat = 0.02
     """Standard deviation of random weights."""
-    bias: Literal[False] = False
-    """Whether linear layers have biases (not supported)."""
-    tie_word_embeddings: Literal[False] = False
-    """Whether the output layer is the embedding (not supported)."""
+    tie_word_embeddings: bool = False
+    """Whether the output layer is the embedding."""
     bos_token_id: NonNegativeInt | None = None
     """Id of the begin-of-sequence token; null: whatever the tokenizer says."""
-    eos_token_id: NonNegativeInt | None = None
-    """Id of the token that ends a response; null: whatever the tokenizer says."""
+    eos_token_id: NonNegativeInt | Annotated[tuple[NonNegativeInt, ...], Strict(False)] | None = None
+    """Id of the token that ends a response, or several; null: whatever the tokenizer says."""
     pad_token_id: NonNegativeInt | None = None
     """Id that fills up rows; null: whatever the tokenizer says."""
 
     @property
-    def head_dim(self) -> int:
-        """Size of one attention head."""
-        return self.hidden_size // self.num_attention_heads
+    def family(self) -> Family:
+        """What is common to all models of this `model_type`."""
+        return FAMILIES[self.model_type]
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether q, k and v have biases."""
+        return self.family.qkv_bias
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether each query and key head goes through an RMSNorm before RoPE."""
+        return self.family.qk_norm
+
+    @property
+    def context_length(self) -> int:
+        """Longest sequence in tokens that RoPE, scaled, gives positions to."""
+        scaling = self.rope_scaling
+        # llama3 counts its scaling in max_position_embeddings; linear and dynamic leave the trained length there.
+        if scaling is None or scaling.rope_type == "llama3":
+            return self.max_position_embeddings
+        return int(self.max_position_embeddings * scaling.factor)
 
     @property
     def query_key_value_size(self) -> int:
@@ -78,28 +90,41 @@ class ModelConfig(Settings):
         return (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
 
     def checks(self) -> Iterable[Check]:
-        yield self._heads_divide_hidden
+        yield self._head_dim_fits
         yield self._key_value_heads_divide_heads
+        yield self._family_has_rope_type
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             yield partial(self._id_is_in_vocabulary, name)
 
-    def _heads_divide_hidden(self) -> Iterator[Problem]:
-        if self.hidden_size % self.num_attention_heads:
+    def _head_dim_fits(self) -> Iterator[Problem]:
+        share, rest = divmod(self.hidden_size, self.num_attention_heads)
+        quotient = f"hidden_size {self.hidden_size} / num_attention_heads {self.num_attention_heads}"
+        if self.head_dim == share and rest:
             sizes = f"{self.num_attention_heads} does not divide hidden_size {self.hidden_size}"
             yield Problem("num_attention_heads", sizes)
+        elif self.head_dim == share and share % 2:
+            yield Problem("num_attention_heads", f"{quotient} = {share} is odd; rotary embeddings turn pairs")
         elif self.head_dim % 2:
-            sizes = f"hidden_size {self.hidden_size} / num_attention_heads {self.num_attention_heads} = {self.head_dim}"
-            yield Problem("num_attention_heads", f"{sizes} is odd; rotary embeddings turn pairs")
+            yield Problem("head_dim", f"{self.head_dim} is odd; rotary embeddings turn pairs")
+        elif self.head_dim != share and not self.family.free_head_dim:
+            yield Problem("head_dim", f"{self.model_type} has {quotient} = {share}, got {self.head_dim}")
 
     def _key_value_heads_divide_heads(self) -> Iterator[Problem]:
         if self.num_attention_heads % self.num_key_value_heads:
             heads = f"{self.num_key_value_heads} does not divide num_attention_heads {self.num_attention_heads}"
             yield Problem("num_key_value_heads", heads)
 
+    def _family_has_rope_type(self) -> Iterator[Problem]:
+        if self.rope_scaling is not None and self.rope_scaling.rope_type not in self.family.rope_types:
+            known = ", ".join(repr(name) for name in self.family.rope_types)
+            given = f"{self.model_type} has only {known} here, got {self.rope_scaling.rope_type!r}"
+            yield Problem("rope_scaling.rope_type", given)
+
     def _id_is_in_vocabulary(self, name: str) -> Iterator[Problem]:
-        token_id = getattr(self, name)
-        if token_id is not None and token_id >= self.vocab_size:
-            yield Problem(name, f"{token_id} is not below vocab_size {self.vocab_size}")
+        given = getattr(self, name)
+        for token_id in given if isinstance(given, tuple) else (given,):
+            if token_id is not None and token_id >= self.vocab_size:
+                yield Problem(name, f"{token_id} is not below vocab_size {self.vocab_size}")
 
     @classmethod
     def from_folder(cls, path: Path | str) -> ModelConfig:
@@ -109,54 +134,41 @@ class ModelConfig(Settings):
             ConfigError: a ValueError that names the file, and every key that is missing, wrong or not supported.
         """
         file = Path(path) / "config.json"
-        data = _read_json(file)
-        if data.get("model_type") != MODEL_TYPE:  # what the other keys mean is up to that architecture
-            given = f"only {MODEL_TYPE!r} is supported, got {data.get('model_type')!r}"
-            raise ConfigError([Problem(str(file), f"model_type: {given}")])
-        problems = list(_unsupported(data))
-        known = HF_DEFAULTS | {name: data[name] for name in cls.model_fields if name in data}
-        rope = data.get("rope_parameters") or {}  # how transformers 5 writes rope_theta and rope_scaling
-        known["rope_theta"] = rope.get("rope_theta", known["rope_theta"])
+        data = read_config_json(Path(path))
+        family = family_of(data)
+        if isinstance(family, Problem):  # what the other keys mean is up to the family
+            raise ConfigError([Problem(str(file), str(family))])
+        rope = RopeReading(data, family)
+        problems = [*unsupported(data, family), *rope.problems]
+        known = {name: value for name, value in family.defaults.items() if name in cls.model_fields}
+        known |= {name: data[name] for name in cls.model_fields if name in data}
+        known |= {"rope_theta": rope.theta, "rope_scaling": rope.scaling}
         if known.get("num_key_value_heads") is None and "num_attention_heads" in known:
             known["num_key_value_heads"] = known["num_attention_heads"]
+        if known.get("head_dim", 0) is None:
+            del known["head_dim"]
         try:
             model = cls.model_validate(known)
         except ValidationError as error:
             found = schema_problems(cls, error) + find_problems(usable_part(cls, known))
             named = {problem.path for problem in problems}
+            found = [rope.as_named_in_file(problem) for problem in found]
             problems += [problem for problem in found if problem.path not in named]
         if problems:
             raise ConfigError([Problem(str(file), str(problem)) for problem in problems])
         return model
 
     def to_hf_dict(self) -> dict[str, Any]:
-        """The content of config.json for these weights; `from_folder` reads it back."""
-        return {"architectures": [ARCHITECTURE], "model_type": MODEL_TYPE, "hidden_act": "silu"} | self.model_dump()
+        """The content of config.json for these weights; `from_folder` reads it back.
 
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.parent.is_dir():
-        raise ConfigError([Problem(str(file.parent), "there is no such model folder")])
-    if not file.is_file():
-        raise ConfigError([Problem(str(file.parent), "the model folder has no config.json")])
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # not JSON, or not UTF-8
-        raise ConfigError([Problem(str(file), f"is not JSON: {error}")]) from error
-    if not isinstance(data, dict):
-        raise ConfigError([Problem(str(file), f"must hold a JSON object, got {type(data).__name__}")])
-    return data
-
-
-def _unsupported(data: dict[str, Any]) -> Iterator[Problem]:
-    """The keys of config.json that ask for a computation this library does not have."""
-    for key, only in HF_FIXED.items():
-        if data.get(key, only) != only:
-            yield Problem(key, f"only {json.dumps(only)} is supported, got {json.dumps(data[key])}")
-    for key in ("bias", "tie_word_embeddings"):
-        if data.get(key, HF_DEFAULTS[key]):
-            given = json.dumps(data[key]) if key in data else "no value, which means true"
-            yield Problem(key, f"only false is supported, got {given}")
-    rope_type = (data.get("rope_parameters") or {}).get("rope_type", "default")
-    if rope_type != "default":
-        yield Problem("rope_parameters.rope_type", f"only 'default' is supported, got {rope_type!r}")
+        RoPE is written as `rope_theta` and `rope_scaling`, which both older and newer libraries read.
+        """
+        content = {"architectures": [self.family.architecture], **self.family.only, **self.model_dump(mode="json")}
+        if not self.family.free_head_dim:
+            del content["head_dim"]  # Its own config class does not know the key.
+        if self.rope_scaling is not None:
+            scaling = {key: value for key, value in content["rope_scaling"].items() if value is not None}
+            if self.model_type == "internlm2":  # which accepts `type` and `factor`, nothing else
+                scaling = {"type": scaling["rope_type"], "factor": scaling["factor"]}
+            content["rope_scaling"] = scaling
+        return content

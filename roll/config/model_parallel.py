@@ -32,6 +32,8 @@ def model_split_checks(model: ModelConfig, parallel: ParallelSettings) -> Iterat
     for degree, sizes in SPLIT_SIZES.items():
         for size in sizes:
             yield partial(_splits_evenly, model, size, parallel, degree)
+    if model.qk_norm:
+        yield partial(_splits_evenly, model, "head_dim", parallel, "wp")
     yield partial(_key_value_heads_can_be_shared, model, parallel)
 
 

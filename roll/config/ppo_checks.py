@@ -111,10 +111,14 @@ def _row_fits_budget(config: PPOConfig, role: str) -> Iterator[Problem]:
 
 
 def _sequence_fits_context(config: PPOConfig) -> Iterator[Problem]:
-    context = _architecture(config).max_position_embeddings
+    model = _architecture(config)
+    context = model.context_length
     if config.task.max_prompt_tokens + config.rollout.max_new_tokens > context:
         longest = _longest_row(config)
-        yield Problem("task.max_prompt_tokens", f"{longest}, exceeds the model's max_position_embeddings {context}")
+        limit = f"max_position_embeddings {model.max_position_embeddings}"
+        if context != model.max_position_embeddings:
+            limit = f"context of {context} tokens ({limit}, scaled by rope_scaling.factor)"
+        yield Problem("task.max_prompt_tokens", f"{longest}, exceeds the model's {limit}")
 
 
 def _longest_row(config: PPOConfig) -> str:

@@ -1,4 +1,7 @@
-"""The tensors of an InternLM2 in the Hugging Face layout."""
+"""The tensors of a model under InternLM2's names in the Hugging Face layout, which are the canonical ones here.
+
+`roll.models.families` has what other families call them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from roll.config import ModelConfig
 
 
 def hf_shapes(model: ModelConfig, head: str) -> dict[str, tuple[int, ...]]:
-    """The name and shape of every tensor of the whole model in the Hugging Face layout."""
+    """The canonical name and shape of every tensor of the whole model. A tied output counts as a tensor of its own."""
     hidden, ffn = model.hidden_size, model.intermediate_size
     qkv = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.tok_embeddings.weight": (model.vocab_size, hidden)}
@@ -15,6 +18,12 @@ def hf_shapes(model: ModelConfig, head: str) -> dict[str, tuple[int, ...]]:
         shapes |= {
             layer + "attention_norm.weight": (hidden,),
             layer + "attention.wqkv.weight": (qkv, hidden),
+        }
+        if model.qkv_bias:
+            shapes[layer + "attention.wqkv.bias"] = (qkv,)
+        if model.qk_norm:
+            shapes |= {layer + f"attention.{norm}.weight": (model.head_dim,) for norm in ("q_norm", "k_norm")}
+        shapes |= {
             layer + "attention.wo.weight": (hidden, model.num_attention_heads * model.head_dim),
             layer + "ffn_norm.weight": (hidden,),
             layer + "feed_forward.w1.weight": (ffn, hidden),

@@ -41,6 +41,13 @@ RULES: tuple[WeightRule, ...] = (
     WeightRule("embedding.weight", ("model.tok_embeddings.weight",), 1, weight_parallel_dim=1),
     WeightRule("decoder.layers.{n}.input_layernorm.weight", ("model.layers.{n}.attention_norm.weight",), None),
     WeightRule("decoder.layers.{n}.self_attention.linear_qkv.weight", ("model.layers.{n}.attention.wqkv.weight",), 0),
+    WeightRule("decoder.layers.{n}.self_attention.linear_qkv.bias", ("model.layers.{n}.attention.wqkv.bias",), 0),
+    WeightRule(
+        "decoder.layers.{n}.self_attention.q_layernorm.weight", ("model.layers.{n}.attention.q_norm.weight",), None
+    ),
+    WeightRule(
+        "decoder.layers.{n}.self_attention.k_layernorm.weight", ("model.layers.{n}.attention.k_norm.weight",), None
+    ),
     WeightRule("decoder.layers.{n}.self_attention.linear_proj.weight", ("model.layers.{n}.attention.wo.weight",), 1),
     WeightRule("decoder.layers.{n}.pre_mlp_layernorm.weight", ("model.layers.{n}.ffn_norm.weight",), None),
     WeightRule(

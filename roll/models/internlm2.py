@@ -57,6 +57,8 @@ def megatron_config(model: ModelConfig, parallel: ParallelSettings, dtype: torch
         gated_linear_unit=True,
         activation_func=silu,
         add_bias_linear=False,
+        add_qkv_bias=model.qkv_bias,
+        qk_layernorm=model.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tp,
@@ -80,7 +82,7 @@ def megatron_config(model: ModelConfig, parallel: ParallelSettings, dtype: torch
     )
 
 
-def layer_spec(mode: Mode) -> ModuleSpec:
+def layer_spec(mode: Mode, model: ModelConfig) -> ModuleSpec:
     """One decoder layer: Megatron-Core's, with the linears and the attention of the mode."""
     return ModuleSpec(
         module=TransformerLayer,
@@ -93,6 +95,10 @@ def layer_spec(mode: Mode) -> ModuleSpec:
                     linear_qkv=GatherOnceColumnParallelLinear if mode == "msp" else ColumnParallelLinear,
                     core_attention=UlyssesAttention if mode == "isp" else PackedCausalAttention,
                     linear_proj=RowParallelLinear,
+                    # Each rank has the norms whole and its own heads only. Megatron-Core sums their gradients over the
+                    # tensor-parallel group by these names, with sequence parallelism and without.
+                    q_layernorm=RMSNorm if model.qk_norm else None,
+                    k_layernorm=RMSNorm if model.qk_norm else None,
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,
@@ -138,13 +144,12 @@ def build_internlm2(
         config = megatron_config(model, parallel, dtype)
     if state.mode == "isp":
         config.params_dtype = stored_dtype or dtype
+    layers = [layer_spec(state.mode, model)] * (model.num_hidden_layers // parallel.pp)
     # Nothing is allocated before it is known which part of it this rank keeps.
     with torch.device("meta"):
         gpt = GPTModel(
             config=config,
-            transformer_layer_spec=TransformerBlockSubmodules(
-                layer_specs=[layer_spec(state.mode)] * (model.num_hidden_layers // parallel.pp), layer_norm=RMSNorm
-            ),
+            transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
             vocab_size=model.vocab_size,
             max_sequence_length=model.max_position_embeddings,
             pre_process=state.is_first_stage,
@@ -163,7 +168,7 @@ def build_internlm2(
     if state.weight_mesh is not None:
         shard_weights(gpt, state.weight_mesh, dtype)
     gpt.to_empty(device=platform.device())
-    gpt.rotary_pos_emb = PositionRotaryEmbedding(model.head_dim, model.rope_theta).to(platform.device())
+    gpt.rotary_pos_emb = PositionRotaryEmbedding(model).to(platform.device())
     if state.mode != "isp":
         _mark_parameters(gpt, state.mode)
     if state.is_first_stage and model.tie_word_embeddings and head == "lm":

@@ -21,15 +21,24 @@ class PackedSequence(PackedSeqParams):
 
     position_ids: Tensor | None = None
     """`[s]` int64: of this rank's tokens of a row."""
+    segment_lengths: Tensor | None = None
+    """`[s]` int64: the length of the whole segment that each token of this rank belongs to."""
     by_length: Tensor | None = None
     """`[T]` int64: the tokens of the shortest segments first, those of the longest last."""
     lengths: tuple[tuple[int, int], ...] = ()
     """(length, number of segments of that length), shortest first."""
 
     @classmethod
+    @classmethod
     def of(cls, rows: PackedRows, shard: int = 0, shards: int = 1) -> PackedSequence:
         """Of packed rows, on the rank that holds part `shard` of `shards` equal parts of them."""
-        return cls.from_segments(rows.cu_seqlens, rows.position_ids[0].chunk(shards)[shard])
+        return cls.packed(rows.cu_seqlens, rows.position_ids[0], shard, shards)
+
+    @classmethod
+    def packed(cls, cu_seqlens: Tensor, position_ids: Tensor, shard: int = 0, shards: int = 1) -> PackedSequence:
+        """Of one row whose segments begin at `cu_seqlens` (on CPU); `position_ids` of the whole row, `[T]`."""
+        lengths = cu_seqlens.diff().long()
+        return cls._on_shard(cu_seqlens, position_ids, lengths.repeat_interleave(lengths), shard, shards)
 
     @classmethod
     def unpacked(
@@ -37,11 +46,13 @@ class PackedSequence(PackedSeqParams):
     ) -> PackedSequence:
         """Of `rows` rows of `length` tokens each, on the rank that holds part `shard` of each of them."""
         cu_seqlens = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
-        return cls.from_segments(cu_seqlens, torch.arange(length, device=device).chunk(shards)[shard])
+        positions = torch.arange(length, device=device)
+        return cls._on_shard(cu_seqlens, positions, torch.full((length,), length), shard, shards)
 
     @classmethod
-    def from_segments(cls, cu_seqlens: Tensor, position_ids: Tensor) -> PackedSequence:
-        """Of segments that begin at `cu_seqlens` (on CPU) in the whole row, and this rank's positions."""
+    def _on_shard(
+        cls, cu_seqlens: Tensor, position_ids: Tensor, segment_lengths: Tensor, shard: int, shards: int
+    ) -> PackedSequence:
         device = position_ids.device
         lengths = cu_seqlens.diff()
         # Stable, so that the tokens of a segment stay together and in order.
@@ -55,7 +66,8 @@ class PackedSequence(PackedSeqParams):
             cu_seqlens_kv=on_device,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-            position_ids=position_ids,
+            position_ids=position_ids.chunk(shards)[shard],
+            segment_lengths=segment_lengths.to(device).chunk(shards)[shard],
             by_length=by_length.to(device),
             lengths=tuple(zip(kinds.tolist(), counts.tolist(), strict=True)),
         )

@@ -18,8 +18,15 @@ from roll.checkpoint.tensor_sources import tensor_source
 from roll.config import ModelConfig, StrategySettings
 from roll.data.micro_batches import cut_micro_batches, join_results
 from roll.data.responses import as_responses
+from roll.models.families import to_family
 from roll.models.hf_layout import hf_shapes
-from roll.models.llama import build_llama, internlm2_tensors, load_llama_tensors
+from roll.models.transformers_model import (
+    as_family_names,
+    build_transformers_model,
+    canonical_tensors,
+    forget_lengths,
+    load_tensors,
+)
 from roll.platform import get_platform
 from roll.protocol import DataProto, check_model_batch, count_loss_tokens
 from roll.strategies.base import ForwardFunc, LossFunc, Metrics, ModelOutput, TrainStrategy
@@ -40,7 +47,7 @@ class PaddedOutput(ModelOutput):
 
 
 class HfStrategy(TrainStrategy):
-    """An InternLM2 as transformers' Llama, on padded rows as they are: slower, and hard to get wrong.
+    """transformers' own model (for InternLM2 its Llama), on padded rows as they are: slower, and hard to get wrong.
 
     It shares with the Megatron strategies only the interface and the loss contract; layers, log-probs, optimizer and
     schedule are torch's and transformers' own.
@@ -55,13 +62,14 @@ class HfStrategy(TrainStrategy):
     def initialize(self) -> None:
         settings = self.settings
         dtype = getattr(torch, settings.dtype)
-        self.llama = build_llama(self.model_config, dtype).to(self.device)
+        self.network = build_transformers_model(self.model_config, dtype).to(self.device)
         self.value_head = nn.Linear(self.model_config.hidden_size, 1, bias=False, device=self.device, dtype=dtype)
         source = tensor_source(
             settings.model_path, self.model_config, init=settings.init, head=settings.head, seed=settings.seed
         )
         shapes = hf_shapes(self.model_config, settings.head)
-        self.update_weights({name: source.part(name, None, 0, 1) for name in shapes})
+        for name in shapes:
+            self.update_weights(dict(to_family(self.model_config, [(name, source.part(name, None, 0, 1))])))
         if settings.optimizer is not None:
             self.optimizer = torch.optim.AdamW(
                 [weight for _, weight in self._weights()],
@@ -72,8 +80,8 @@ class HfStrategy(TrainStrategy):
             )
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What this model is made of, under Llama's names."""
-        for name, parameter in self.llama.named_parameters():
+        """What this model is made of, under transformers' names."""
+        for name, parameter in self.network.named_parameters():
             if name != "lm_head.weight" or self.settings.head == "lm":
                 yield name, parameter
         if self.settings.head == "value":
@@ -89,13 +97,13 @@ class HfStrategy(TrainStrategy):
         if self.settings.head == "value" and "v_head.weight" in rest:
             with torch.no_grad():
                 self.value_head.weight.copy_(rest.pop("v_head.weight"))
-        load_llama_tensors(self.llama, self.model_config, rest.items())
+        load_tensors(self.network, self.model_config, rest.items())
 
     def get_data_input(self, batch: DataProto) -> DataProto:
         check_model_batch(
             batch,
             vocab_size=self.model_config.vocab_size,
-            max_positions=self.model_config.max_position_embeddings,
+            max_positions=self.model_config.context_length,
         )
         return batch.to(self.device)
 
@@ -111,12 +119,22 @@ class HfStrategy(TrainStrategy):
             "input_ids": micro_batch["input_ids"],
             "attention_mask": mask,
             "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
-            "use_cache": False,
         }
+        scaling = self.model_config.rope_scaling
+        if scaling is None or scaling.rope_type != "dynamic":
+            return PaddedOutput(self._run(inputs), mask.bool())
+        outputs = []
+        for row in range(len(mask)):  # One by one: together, transformers gives all rows the base of the longest.
+            forget_lengths(self.network)
+            outputs.append(self._run({name: tensor[row : row + 1] for name, tensor in inputs.items()}))
+        return PaddedOutput(torch.cat(outputs), mask.bool())
+
+    def _run(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Logits `[b, S, V]`, or with a value head values `[b, S]`."""
         if self.settings.head == "value":
-            hidden = self.llama.model(**inputs).last_hidden_state
-            return PaddedOutput(self.value_head(hidden).float().squeeze(-1), mask.bool())
-        return PaddedOutput(self.llama(**inputs).logits, mask.bool())
+            hidden = self.network.model(**inputs, use_cache=False).last_hidden_state
+            return self.value_head(hidden).float().squeeze(-1)
+        return self.network(**inputs, use_cache=False).logits
 
     def op_compute_log_probs(self, output: ModelOutput, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         return self.op_compute_log_probs_and_entropy(output, input_ids, attention_mask)[0]
@@ -162,12 +180,12 @@ class HfStrategy(TrainStrategy):
         return totals | {"grad_norm": grad_norm, "lr": lr, "skipped_steps": float(not stepped)}
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, gradient) after `train_step`, clipped."""
+        """(canonical name, gradient) after `train_step`, clipped."""
         gradients = {name: weight.grad for name, weight in self._weights() if weight.grad is not None}
-        yield from internlm2_tensors(self.model_config, gradients)
+        yield from canonical_tensors(self.model_config, gradients)
 
     def model_update(self, bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
-        yield from in_buckets(internlm2_tensors(self.model_config, dict(self._weights())), bucket_bytes)
+        yield from in_buckets(as_family_names(self.model_config, dict(self._weights())), bucket_bytes)
 
     def save_checkpoint(self, folder: Path) -> None:
         unfinished = begin_folder(Path(folder))
@@ -188,11 +206,11 @@ class HfStrategy(TrainStrategy):
     def save_hf(self, folder: Path) -> None:
         unfinished = begin_folder(Path(folder))
         writer = ShardWriter(unfinished)
-        for name, tensor in internlm2_tensors(self.model_config, dict(self._weights())):
+        for name, tensor in as_family_names(self.model_config, dict(self._weights())):
             writer.add(name, tensor)
         writer.flush()
         write_index(unfinished, [writer.file_of])
-        write_config(unfinished, self.model_config, self.llama.dtype)
+        write_config(unfinished, self.model_config, self.network.dtype)
         copy_tokenizer(Path(self.settings.model_path), unfinished)
         finish_folder(unfinished, Path(folder))
 
@@ -217,7 +235,7 @@ class HfStrategy(TrainStrategy):
         sampling: dict[str, Any] = {"do_sample": False}
         if temperature is not None:
             sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        rows = self.llama.generate(
+        rows = self.network.generate(
             input_ids=ids,
             attention_mask=prompts["attention_mask"],
             generation_config=GenerationConfig(

@@ -135,7 +135,7 @@ class MegatronInferStrategy(InferenceStrategy):
             check_model_batch(
                 batch,
                 vocab_size=self.model_config.vocab_size,
-                max_positions=self.model_config.max_position_embeddings,
+                max_positions=self.model_config.context_length,
             )
         except ValueError as refused:
             return refused

@@ -17,6 +17,7 @@ from roll.checkpoint.hf import save_hf
 from roll.checkpoint.sharded import load_sharded, save_sharded
 from roll.checkpoint.training_state import restore_training_state, sharded_training_state
 from roll.config import OptimizerSettings, StrategySettings
+from roll.models.families import to_family
 from roll.models.hf_mapping import export_hf_tensors
 from roll.models.tied_embeddings import sum_tied_gradients
 from roll.parallel.gradient_norm import gradient_norm
@@ -126,7 +127,8 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
         yield from export_hf_tensors(self.gpt, self.state, of="main_grad")
 
     def model_update(self, bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
-        yield from in_buckets(export_hf_tensors(self.gpt, self.state), bucket_bytes)
+        tensors = to_family(self.model_config, export_hf_tensors(self.gpt, self.state))
+        yield from in_buckets(tensors, bucket_bytes)
 
     def save_checkpoint(self, folder: Path) -> None:
         sharded, steps = sharded_training_state(self.gpt, self.optimizer, self.state)

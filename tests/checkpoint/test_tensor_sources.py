@@ -34,7 +34,7 @@ def tensors() -> dict[str, Tensor]:
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds no weights: neither model\.safetensors nor model\.safetensors\.index"):
-        HfFolder(tmp_path)
+        HfFolder(tmp_path, MODEL)
 
 
 def test_files_that_the_index_names_must_be_there(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
@@ -42,7 +42,7 @@ def test_files_that_the_index_names_must_be_there(tmp_path: Path, tensors: dict[
     for number in (0, 2):
         (folder / f"part-{number}.safetensors").unlink()
     with pytest.raises(ValueError, match=r"names files that are not there: part-0.safetensors, part-2.safetensors"):
-        HfFolder(folder)
+        HfFolder(folder, MODEL)
 
 
 def test_every_tensor_that_does_not_fit_is_listed(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
@@ -52,7 +52,7 @@ def test_every_tensor_that_does_not_fit_is_listed(tmp_path: Path, tensors: dict[
     tensors[FIRST_W2] = tensors[FIRST_W2].T.contiguous()
     tensors["model.norm.weight"] = torch.ones(8, 1)
     with pytest.raises(ValueError, match=r"does not fit its config\.json") as refused:
-        HfFolder(write_folder(tmp_path, MODEL, tensors, files=2)).check(MODEL, "lm")
+        HfFolder(write_folder(tmp_path, MODEL, tensors, files=2), MODEL).check("lm")
     assert str(refused.value).splitlines()[1:] == [
         "  missing: model.layers.1.ffn_norm.weight",
         "  missing: output.weight",
@@ -70,7 +70,7 @@ def test_an_index_that_leaves_a_tensor_out_is_refused(tmp_path: Path, tensors: d
     del index["weight_map"]["model.norm.weight"]
     (folder / INDEX).write_text(json.dumps(index))
     with pytest.raises(ValueError, match=r"missing: model.norm.weight"):
-        HfFolder(folder).check(MODEL, "lm")
+        HfFolder(folder, MODEL).check("lm")
 
 
 def test_an_index_that_names_the_wrong_file_is_refused(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
@@ -80,28 +80,28 @@ def test_an_index_that_names_the_wrong_file_is_refused(tmp_path: Path, tensors: 
     index["weight_map"]["model.norm.weight"] = {"part-0": "part-1", "part-1": "part-0"}[held[:6]] + ".safetensors"
     (folder / INDEX).write_text(json.dumps(index))
     with pytest.raises(ValueError, match=r"missing: model.norm.weight"):
-        HfFolder(folder).check(MODEL, "lm")
+        HfFolder(folder, MODEL).check("lm")
 
 
 @pytest.mark.parametrize("held", ["lm", "value"])
 @pytest.mark.parametrize("wanted", ["lm", "value"])
 def test_heads_that_are_there_and_wanted(tmp_path: Path, held: str, wanted: str) -> None:
-    source = HfFolder(write_folder(tmp_path, MODEL, random_tensors(MODEL, held)))
+    source = HfFolder(write_folder(tmp_path, MODEL, random_tensors(MODEL, held)), MODEL)
     if (held, wanted) == ("value", "lm"):
         with pytest.raises(ValueError, match=r"missing: output\.weight"):
-            source.check(MODEL, wanted)
+            source.check(wanted)
     else:
-        source.check(MODEL, wanted)
+        source.check(wanted)
 
 
 def test_a_value_head_of_another_width_is_refused(tmp_path: Path) -> None:
     tensors = random_tensors(MODEL, "value") | {"v_head.weight": torch.zeros(1, 9)}
     with pytest.raises(ValueError, match=r"v_head.weight is \(1, 9\), the config asks for \(1, 8\)"):
-        HfFolder(write_folder(tmp_path, MODEL, tensors)).check(MODEL, "value")
+        HfFolder(write_folder(tmp_path, MODEL, tensors), MODEL).check("value")
 
 
 def test_a_value_head_that_is_not_there_is_zero(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
-    source = HfFolder(write_folder(tmp_path, MODEL, tensors))
+    source = HfFolder(write_folder(tmp_path, MODEL, tensors), MODEL)
     parameter = torch.ones(1, 8)
     parameter.copy_(source.part("v_head.weight", None, 0, 1))
     assert parameter.tolist() == [[0.0] * 8]
@@ -109,8 +109,8 @@ def test_a_value_head_that_is_not_there_is_zero(tmp_path: Path, tensors: dict[st
 
 @pytest.mark.parametrize("files", [1, 3])
 def test_parts_are_chunks(tmp_path: Path, tensors: dict[str, Tensor], files: int) -> None:
-    source = HfFolder(write_folder(tmp_path, MODEL, tensors, files))
-    source.check(MODEL, "lm")
+    source = HfFolder(write_folder(tmp_path, MODEL, tensors, files), MODEL)
+    source.check("lm")
     assert source.shapes() == hf_shapes(MODEL, "lm")
     for name, tensor in tensors.items():
         assert torch.equal(source.part(name, None, 0, 2), tensor)
@@ -123,7 +123,7 @@ def test_parts_are_chunks(tmp_path: Path, tensors: dict[str, Tensor], files: int
 
 def test_a_part_by_hand(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
     tensors[FIRST_W2] = torch.arange(160.0).view(8, 20)
-    source = HfFolder(write_folder(tmp_path, MODEL, tensors))
+    source = HfFolder(write_folder(tmp_path, MODEL, tensors), MODEL)
     assert source.part(FIRST_W2, 0, 1, 4)[:, 0].tolist() == [40, 60]  # rows 2 and 3
     assert source.part(FIRST_W2, 1, 3, 4)[0].tolist() == [15, 16, 17, 18, 19]
 

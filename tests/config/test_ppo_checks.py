@@ -82,6 +82,10 @@ REFUSALS = {
         "task.max_prompt_tokens: task.max_prompt_tokens 40 + rollout.max_new_tokens 25 = 65, "
         "exceeds the model's max_position_embeddings 64"
     ],
+    "rollout.max_new_tokens=89 model.config.rope_scaling={rope_type: linear, factor: 2.0}": [
+        "task.max_prompt_tokens: task.max_prompt_tokens 40 + rollout.max_new_tokens 89 = 129, "
+        "exceeds the model's context of 128 tokens (max_position_embeddings 64, scaled by rope_scaling.factor)"
+    ],
     "actor.micro_batch.max_tokens=47": [f"actor.micro_batch.max_tokens: 47 is less than one row, {ROW}"],
     "reference.micro_batch.max_tokens=47": [f"reference.micro_batch.max_tokens: 47 is less than one row, {ROW}"],
     "actor.micro_batch={rows: 2, max_tokens: 100}": [
@@ -182,9 +186,10 @@ def test_a_model_folder_gives_the_architecture(base: Path, complaints: Complaint
         f"warm_start: must be null, because the weights are those of model.path '{folder}'"
     ]
 
-    (folder / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    (folder / "config.json").write_text('{"model_type": "gpt2"}', encoding="utf-8")
     assert complaints(*source) == [
-        f"model.path: {folder}/config.json: model_type: only 'internlm2' is supported, got 'llama'"
+        f"model.path: {folder}/config.json: model_type: only 'internlm2', 'llama', 'mistral', 'qwen2' and 'qwen3' "
+        "are supported, got 'gpt2'"
     ]
 
 

@@ -39,7 +39,7 @@ def inspected(settings: dict[str, Any], parallel_output: bool) -> tuple[dict[str
         gpt = build_internlm2(TINY, parallel, state, dtype=torch.float32, head="lm").eval()
         load_weights(gpt, tensor_source(Path(), TINY, init="random", head="lm", seed=0), state)
         shard, shards = state.cp.rank(), state.cp.size()
-        packed = PackedSequence.from_segments(CU_SEQLENS, POSITIONS.chunk(shards)[shard])
+        packed = PackedSequence.packed(CU_SEQLENS, POSITIONS, shard, shards)
         ids = torch.arange(total).unsqueeze(0).chunk(shards, dim=1)[shard]
         return local_shapes(gpt, state), forward_shapes(gpt, TINY, packed, ids, parallel_output=parallel_output)
 

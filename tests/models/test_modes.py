@@ -204,7 +204,7 @@ def unpacked_reference(folder: Path) -> tuple[float, dict[str, Tensor]]:
     strategy = HfStrategy(settings(folder, "hf"))
     strategy.initialize()
     ids = unpacked_ids()
-    log_probs = strategy.llama(input_ids=ids).logits.log_softmax(-1)
+    log_probs = strategy.network(input_ids=ids).logits.log_softmax(-1)
     picked = log_probs.gather(-1, ids.roll(-1, dims=1).unsqueeze(-1)).squeeze(-1)
     loss = -(picked * token_weights())[:, :-1].sum()
     loss.backward()
@@ -238,7 +238,7 @@ def test_numbers_of_key_value_heads(ranks: RankPool, tmp_path: Path, kv_heads: i
     reference = HfStrategy(settings(folder, "hf"))
     reference.initialize()
     ids = unpacked_ids()
-    picked = reference.llama(input_ids=ids).logits.log_softmax(-1).gather(-1, ids.roll(-1, dims=1).unsqueeze(-1))
+    picked = reference.network(input_ids=ids).logits.log_softmax(-1).gather(-1, ids.roll(-1, dims=1).unsqueeze(-1))
     (-(picked.squeeze(-1) * token_weights())[:, :-1].sum()).backward()
     expected = dict(reference.gradients())
     layouts: list[tuple[int, dict[str, Any]]] = [(4, {"mode": "isp", "sp": 4, "wp": 2})]

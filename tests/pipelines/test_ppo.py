@@ -76,13 +76,13 @@ def test_a_run_leaves_what_it_promises(first_run: Path) -> None:
 def test_the_final_model_is_a_hugging_face_folder(first_run: Path) -> None:
     final = first_run / "final"
     model = ModelConfig.from_folder(final)
-    HfFolder(final).check(model, "lm")
+    HfFolder(final, model).check("lm")
     tokenizer = AutoTokenizer.from_pretrained(final)
     assert model.eos_token_id == tokenizer.eos_token_id
     assert tokenizer.decode(tokenizer("gentile =")["input_ids"], skip_special_tokens=True) == "gentile ="
     start = next(first_run.parent.glob("warm_start-*"))
     name = "model.layers.1.feed_forward.w2.weight"
-    trained, untrained = (HfFolder(folder).part(name, None, 0, 1) for folder in (final, start))
+    trained, untrained = (HfFolder(folder, model).part(name, None, 0, 1) for folder in (final, start))
     assert not torch.equal(trained, untrained)
 
 

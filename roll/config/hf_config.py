@@ -1,0 +1,115 @@
+"""Reads config.json of a Hugging Face folder: what it leaves out, what it asks for that this library does not have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from roll.config.families import FAMILIES, Family
+from roll.config.problems import ConfigError, Problem
+from roll.config.rope import RopeScaling
+
+# Of every family: changes what the model computes, with the only value that is supported. Not written by `to_hf_dict`.
+ONLY_EVERYWHERE: dict[str, Any] = {"partial_rotary_factor": 1.0, "quantization_config": None}
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def read_config_json(folder: Path) -> dict[str, Any]:
+    """The content of `folder`/config.json.
+
+    Raises:
+        ConfigError: there is no such folder or file, or it holds no JSON object.
+    """
+    file = folder / "config.json"
+    if not folder.is_dir():
+        raise ConfigError([Problem(str(folder), "there is no such model folder")])
+    if not file.is_file():
+        raise ConfigError([Problem(str(folder), "the model folder has no config.json")])
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise ConfigError([Problem(str(file), f"is not JSON: {error}")]) from error
+    if not isinstance(data, dict):
+        raise ConfigError([Problem(str(file), f"must hold a JSON object, got {type(data).__name__}")])
+    return data
+
+
+def family_of(data: Mapping[str, Any]) -> Family | Problem:
+    """The family that config.json names, or what is wrong with the name."""
+    given = data.get("model_type")
+    if isinstance(given, str) and given in FAMILIES:
+        return FAMILIES[given]
+    experts = ", a mixture of experts" if any(data.get(key) for key in EXPERTS) else ""
+    return Problem("model_type", f"only {_listed(FAMILIES)} are supported, got {given!r}{experts}")
+
+
+def unsupported(data: Mapping[str, Any], family: Family) -> Iterator[Problem]:
+    """The keys of config.json that ask for a computation this library does not have."""
+    for key, only in (ONLY_EVERYWHERE | dict(family.only)).items():
+        meaning = data.get(key, family.defaults.get(key, only))
+        if meaning != only:
+            got = json.dumps(meaning) if key in data else f"no value, which means {json.dumps(meaning)}"
+            yield Problem(key, f"only {json.dumps(only)} is supported, got {got}")
+    architectures = data.get("architectures") or [family.architecture]
+    if family.architecture not in architectures:
+        yield Problem("architectures", f"only {family.architecture!r} is supported, got {json.dumps(architectures)}")
+    others = sorted(set(data.get("layer_types") or ()) - {"full_attention"})
+    if others:
+        yield Problem("layer_types", f"only 'full_attention' is supported, got {_listed(others)}")
+    for key in EXPERTS:
+        if data.get(key):
+            yield Problem(key, f"mixtures of experts are not supported, got {data[key]}")
+
+
+class RopeReading:
+    """Base and scaling of RoPE in config.json: as `rope_theta` and `rope_scaling`, or as transformers 5 writes them.
+
+    transformers 5 has one `rope_parameters` with `rope_theta` inside. A `rope_scaling` beside it is preferred, which
+    is what transformers does too.
+    """
+
+    def __init__(self, data: Mapping[str, Any], family: Family) -> None:
+        self.key = "rope_scaling" if data.get("rope_scaling") else "rope_parameters"
+        given = data.get(self.key) or {}
+        self.problems: list[Problem] = []
+        self.theta = data.get("rope_theta", family.defaults["rope_theta"])
+        self.scaling: dict[str, Any] | None = None
+        if not isinstance(given, dict):
+            self.problems.append(Problem(self.key, f"must be a JSON object, got {json.dumps(given)}"))
+        elif per_layer := [key for key, value in given.items() if isinstance(value, dict)]:
+            message = f"must hold for all layers alike, got one for each of {_listed(per_layer)}"
+            self.problems.append(Problem(self.key, message))
+        else:
+            self.theta = given.get("rope_theta", self.theta)
+            self._read(given, family)
+
+    def _read(self, given: dict[str, Any], family: Family) -> None:
+        name = "rope_type" if "rope_type" in given else "type"
+        rope_type = given.get(name, "default")
+        known = ("default", *family.rope_types)
+        if rope_type not in known:
+            message = f"{family.model_type} has only {_listed(known)} here, got {rope_type!r}"
+            self.problems.append(Problem(f"{self.key}.{name}", message))
+            return
+        settings = {key: value for key, value in given.items() if key not in ("type", "rope_type", "rope_theta")}
+        if settings.get("partial_rotary_factor") == 1:
+            del settings["partial_rotary_factor"]
+        meaningful = () if rope_type == "default" else RopeScaling.model_fields
+        for key in [key for key in settings if key not in meaningful]:
+            message = f"is not supported with rope type {rope_type!r}, got {json.dumps(settings[key])}"
+            self.problems.append(Problem(f"{self.key}.{key}", message))
+        if rope_type != "default":
+            self.scaling = {"rope_type": rope_type} | {key: settings[key] for key in meaningful if key in settings}
+
+    def as_named_in_file(self, problem: Problem) -> Problem:
+        """A problem of ModelConfig's `rope_scaling` under the key that the file has."""
+        _, is_rope, rest = problem.path.partition("rope_scaling")
+        return Problem(self.key + rest, problem.message) if is_rope else problem
+
+
+def _listed(names: Mapping[str, Any] | list[str] | tuple[str, ...]) -> str:
+    """'a', 'b' and 'c'."""
+    *first, last = (repr(name) for name in names)
+    return f"{', '.join(first)} and {last}" if first else last

@@ -1,0 +1,207 @@
+"""Models that transformers wrote: our logits are theirs, and what we write again is what they wrote.
+
+One job checks all families, because building the groups takes longer than a model of this size.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from roll.checkpoint.hf import load_weights, save_hf
+from roll.checkpoint.tensor_sources import HfFolder, RandomTensors, tensor_source
+from roll.config import FAMILIES, ModelConfig, ParallelSettings
+from roll.data.packing import pack_rows
+from roll.models.families import to_family
+from roll.models.hf_layout import hf_shapes
+from roll.models.internlm2 import build_internlm2
+from roll.models.packed_sequence import PackedSequence
+from roll.parallel.state import ParallelState, parallel_groups
+from tests.checkpoint.families_in_transformers import CASES, Case, sequences, write_with_transformers
+from tests.checkpoint.folder_of_tensors import INDEX, assert_same_bytes, random_tensors, read_folder, write_folder
+from tests.rank_pool import RankPool
+
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (1, {}),
+    (2, {"mode": "fsp", "tp": 2}),
+    (2, {"pp": 2}),
+    (4, {"tp": 4}),
+    (2, {"mode": "isp", "sp": 2, "wp": 2}),
+]
+
+
+def name_of(value: Any) -> str:
+    return "-".join(f"{key}-{number}" for key, number in value.items()) if isinstance(value, dict) else str(value)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[Tensor]]]:
+    """Folder and logits of each case."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in CASES}
+    return {name: (folder, write_with_transformers(folder, CASES[name])) for name, folder in folders.items()}
+
+
+def logits_of(folder: Path, case: Case, target: Path, parallel: ParallelSettings, state: ParallelState) -> Tensor:
+    """Load, write to `target`, and run all sequences as one packed row: logits `[T, V]` of the last stage."""
+    model = ModelConfig.from_folder(folder)
+    gpt = build_internlm2(model, parallel, state, dtype=torch.float32, head="lm").eval()
+    load_weights(gpt, tensor_source(folder, model, init="load", head="lm", seed=0), state)
+    save_hf(target, gpt, model, state, tokenizer_from=folder, max_shard_bytes=40 << 10)
+    ids = torch.nn.utils.rnn.pad_sequence(sequences(case), batch_first=True, padding_value=-1)
+    rows = pack_rows(ids, ids >= 0, multiple_of=4)
+    shard, shards = state.cp.rank(), state.cp.size()
+    if not state.is_first_stage:
+        received = torch.empty(rows.input_ids.shape[1], 1, model.hidden_size)
+        dist.recv(received, state.rank - 1)
+        gpt.set_input_tensor(received)
+    output = gpt(
+        input_ids=rows.input_ids.chunk(shards, dim=1)[shard],
+        position_ids=None,
+        attention_mask=None,
+        packed_seq_params=PackedSequence.of(rows, shard, shards),
+    )
+    if not state.is_last_stage:
+        dist.send(output.contiguous(), state.rank + 1)
+        return torch.empty(0)
+    own = gpt.head.logits(output, parallel_output=False)[0]
+    parts = [torch.empty_like(own) for _ in range(shards)]
+    dist.all_gather(parts, own, group=state.cp)
+    return torch.cat(parts)[: rows.num_tokens]
+
+
+@torch.no_grad()
+def all_logits(jobs: dict[str, tuple[Path, Path]], layout: dict[str, Any]) -> dict[str, Tensor]:
+    """The logits of each case, which is also written again."""
+    parallel = ParallelSettings(**layout)
+    with parallel_groups(parallel) as state:
+        return {name: logits_of(here, CASES[name], there, parallel, state) for name, (here, there) in jobs.items()}
+
+
+@pytest.mark.parametrize(("world_size", "layout"), LAYOUTS, ids=name_of)
+def test_logits_and_bytes_are_those_of_transformers(
+    ranks: RankPool,
+    written: dict[str, tuple[Path, list[Tensor]]],
+    tmp_path: Path,
+    world_size: int,
+    layout: dict[str, Any],
+) -> None:
+    jobs = {name: (folder, tmp_path / name) for name, (folder, _) in written.items()}
+    outcomes = ranks.run(all_logits, jobs, layout, world_size=world_size)
+    for name, (folder, expected) in written.items():
+        for ours in (outcome[name] for outcome in outcomes if len(outcome[name])):
+            error = (ours - torch.cat(expected)).abs().max()
+            assert error <= 1e-5, f"{name}: {error:.1e}"
+        assert_same_bytes(read_folder(tmp_path / name), read_folder(folder))
+        assert len(list((tmp_path / name).glob("*.safetensors"))) > 1
+        assert ModelConfig.from_folder(tmp_path / name) == ModelConfig.from_folder(folder)
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen2-tied", "qwen3"])
+def test_transformers_reads_what_we_write(
+    ranks: RankPool, written: dict[str, tuple[Path, list[Tensor]]], tmp_path: Path, name: str
+) -> None:
+    folder, expected = written[name]
+    ranks.run(all_logits, {name: (folder, tmp_path / name)}, {}, world_size=1)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
+    with torch.no_grad():
+        for ids, logits in zip(sequences(CASES[name]), expected, strict=True):
+            # Not to the bit: how tensors are aligned in a file that is mapped into memory changes sums in fp32.
+            torch.testing.assert_close(model(ids.unsqueeze(0)).logits[0], logits, rtol=0, atol=1e-5)
+
+
+def model_of(family: str, **changes: Any) -> ModelConfig:
+    sizes: dict[str, Any] = {
+        "model_type": family,
+        "vocab_size": 12,
+        "hidden_size": 16,
+        "intermediate_size": 20,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 16,
+    }
+    return ModelConfig(**(sizes | changes))
+
+
+def folder_of(path: Path, model: ModelConfig, files: int = 2) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Write random tensors under the family's names; they, and the canonical ones."""
+    canonical = random_tensors(model, "lm")
+    own = {name: tensor.contiguous() for name, tensor in to_family(model, canonical.items())}
+    write_folder(path, model, own, files)
+    return own, canonical
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_parts_are_chunks_of_canonical_tensors(tmp_path: Path, family: str, tied: bool) -> None:
+    model = model_of(family, tie_word_embeddings=tied)
+    _, canonical = folder_of(tmp_path, model)
+    if tied:
+        canonical["output.weight"] = canonical["model.tok_embeddings.weight"]
+    source = tensor_source(tmp_path, model, init="load", head="lm", seed=0)
+    for name, tensor in canonical.items():
+        assert torch.equal(source.part(name, None, 0, 2), tensor), name
+        for dim in range(tensor.ndim):
+            # 4 divides the rows of wqkv, but not the two key-value heads: whole tensors are read, and cut.
+            for count in (1, 2, 4):
+                parts = [source.part(name, dim, index, count) for index in range(count)]
+                chunks = tensor.chunk(count, dim=dim)
+                assert all(torch.equal(part, chunk) for part, chunk in zip(parts, chunks, strict=True)), (name, dim)
+
+
+def test_random_weights_of_a_family() -> None:
+    for family in FAMILIES:
+        model = model_of(family, tie_word_embeddings=True)
+        source = RandomTensors(model, "lm", seed=3)
+        whole = {name: source.part(name, None, 0, 1) for name in hf_shapes(model, "lm")}
+        assert torch.equal(whole["output.weight"], whole["model.tok_embeddings.weight"])
+        assert all(not tensor.any() for name, tensor in whole.items() if name.endswith(".bias"))
+        assert all((tensor == 1).all() for name, tensor in whole.items() if name.endswith("norm.weight"))
+
+
+def test_every_tensor_that_does_not_fit_is_listed_under_the_familys_name(tmp_path: Path) -> None:
+    model = model_of("qwen2", tie_word_embeddings=True)
+    own, _ = folder_of(tmp_path, model)
+    layer = "model.layers.1.self_attn."
+    del own[layer + "k_proj.weight"], own[layer + "q_proj.bias"], own["model.norm.weight"]
+    own["lm_head.weight"] = torch.ones(12, 16)
+    own[layer + "o_proj.bias"] = torch.ones(16)
+    own[layer + "v_proj.weight"] = torch.ones(16, 8)
+    write_folder(tmp_path, model, own, files=2)
+    with pytest.raises(ValueError, match=r"does not fit its config\.json") as refused:
+        HfFolder(tmp_path, model).check("lm")
+    assert str(refused.value).splitlines()[1:] == [
+        f"  missing: {layer}k_proj.weight",
+        f"  missing: {layer}q_proj.bias",
+        "  missing: model.norm.weight",
+        "  unknown: lm_head.weight, which tie_word_embeddings makes model.embed_tokens.weight",
+        f"  unknown: {layer}o_proj.bias",
+        f"  shape: {layer}v_proj.weight is (16, 8), the config asks for (8, 16)",
+    ]
+
+
+def test_half_a_download_is_refused(tmp_path: Path) -> None:
+    model = model_of("llama")
+    folder_of(tmp_path, model, files=3)
+    (tmp_path / "part-1.safetensors").unlink()
+    assert (tmp_path / INDEX).is_file()
+    with pytest.raises(ValueError, match=r"names files that are not there: part-1\.safetensors"):
+        tensor_source(tmp_path, model, init="load", head="lm", seed=0)
+
+
+def test_frequencies_of_rope_in_old_files_are_left_out(tmp_path: Path) -> None:
+    model = model_of("llama")
+    own, _ = folder_of(tmp_path, model)
+    frequencies = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.ones(2) for n in range(2)}
+    write_folder(tmp_path, model, own | frequencies, files=2)
+    HfFolder(tmp_path, model).check("lm")
+    (tmp_path / "config.json").write_text(json.dumps(model_of("qwen3").to_hf_dict()))
+    with pytest.raises(ValueError, match=r"unknown: model\.layers\.0\.self_attn\.rotary_emb\.inv_freq"):
+        HfFolder(tmp_path, model_of("qwen3")).check("lm")

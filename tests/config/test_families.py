@@ -1,0 +1,192 @@
+"""What config.json of each family means, what is refused, and that what is written is read back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from transformers import AutoConfig
+
+from roll.config import FAMILIES, ConfigError, ModelConfig, RopeScaling
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+}
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
+RELATIVES = sorted(FAMILIES.keys() - {"internlm2"})
+
+
+def read(folder: Path, content: dict[str, Any]) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    return ModelConfig.from_folder(folder)
+
+
+def llama(**changes: Any) -> dict[str, Any]:
+    return SIZES | {"model_type": "llama"} | changes
+
+
+@pytest.mark.parametrize("family", RELATIVES)
+def test_absent_keys_mean_what_transformers_means(tmp_path: Path, family: str) -> None:
+    theirs = AutoConfig.for_model(family)
+    needed = {} if family != "mistral" else {"sliding_window": None}  # Its default is a window.
+    sizes = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"} | {"num_attention_heads": 32}
+    sizes |= {"hidden_size": 32 * 6}
+    ours = read(tmp_path, sizes | {"model_type": family} | needed)
+    same = ("rms_norm_eps", "initializer_range", "tie_word_embeddings", "num_key_value_heads")
+    tokens = ("bos_token_id", "eos_token_id", "pad_token_id")
+    for key in same + tokens:
+        assert getattr(ours, key) == getattr(theirs, key), key
+    assert ours.rope_theta == theirs.default_theta
+    # Those whose default follows from the sizes have it filled in.
+    assert ours.head_dim == (128 if family == "qwen3" else 6)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_what_is_written_is_read_back(tmp_path: Path, family: str, tied: bool) -> None:
+    scaling = {"rope_type": "dynamic", "factor": 2.0} if family == "internlm2" else LLAMA3
+    changes: dict[str, Any] = {"eos_token_id": (2, 7), "rope_theta": 5e5, "tie_word_embeddings": tied}
+    if family != "internlm2":
+        changes["head_dim"] = 10
+    model = ModelConfig(model_type=family, rope_scaling=RopeScaling(**scaling), **SIZES | changes)
+    content = model.to_hf_dict()
+    assert read(tmp_path, content) == model
+    assert content["architectures"] == [FAMILIES[family].architecture]
+    if family == "internlm2":  # Its config class accepts these two keys and no other.
+        assert content["rope_scaling"] == {"type": "dynamic", "factor": 2.0}
+        return
+    theirs = AutoConfig.for_model(**json.loads(json.dumps(content)))
+    assert theirs.rope_parameters == {"rope_theta": 5e5, **LLAMA3}
+    assert (theirs.head_dim, theirs.eos_token_id, theirs.tie_word_embeddings) == (10, [2, 7], tied)
+    theirs.save_pretrained(tmp_path)  # in the words of transformers 5
+    assert ModelConfig.from_folder(tmp_path) == model
+
+
+def test_biases_and_norms_are_the_familys() -> None:
+    has = {family: (x.qkv_bias, x.qk_norm) for family in FAMILIES for x in [ModelConfig(model_type=family, **SIZES)]}
+    nothing = (False, False)
+    assert has == {
+        "internlm2": nothing,
+        "llama": nothing,
+        "mistral": nothing,
+        "qwen2": (True, False),
+        "qwen3": (False, True),
+    }
+
+
+@pytest.mark.parametrize(
+    ("scaling", "length"),
+    [
+        (None, 64),
+        ({"type": "linear", "factor": 2.5}, 160),
+        ({"rope_type": "dynamic", "factor": 2}, 128),
+        ({"rope_type": "dynamic", "factor": 1.01}, 64),
+        (LLAMA3, 64),
+        ({"rope_type": "default"}, 64),
+    ],
+)
+def test_context_length(tmp_path: Path, scaling: dict[str, Any] | None, length: int) -> None:
+    assert read(tmp_path, llama(rope_scaling=scaling)).context_length == length
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (
+            SIZES | {"model_type": "qwen3_moe", "num_experts": 8},
+            "model_type: only 'internlm2', 'llama', 'mistral', 'qwen2' and 'qwen3' are supported, "
+            "got 'qwen3_moe', a mixture of experts",
+        ),
+        (llama(num_local_experts=8), "num_local_experts: mixtures of experts are not supported, got 8"),
+        (llama(attention_bias=True), "attention_bias: only false is supported, got true"),
+        (llama(mlp_bias=True), "mlp_bias: only false is supported, got true"),
+        (llama(model_type="qwen3", attention_bias=True), "attention_bias: only false is supported, got true"),
+        (llama(model_type="mistral", sliding_window=16), "sliding_window: only null is supported, got 16"),
+        (
+            llama(model_type="mistral"),
+            "sliding_window: only null is supported, got no value, which means 4096",
+        ),
+        (llama(model_type="qwen2", use_sliding_window=True), "use_sliding_window: only false is supported, got true"),
+        (
+            llama(model_type="qwen2", layer_types=["full_attention", "sliding_attention"]),
+            "layer_types: only 'full_attention' is supported, got 'sliding_attention'",
+        ),
+        (
+            llama(architectures=["LlamaForSequenceClassification"]),
+            "architectures: only 'LlamaForCausalLM' is supported, got [\"LlamaForSequenceClassification\"]",
+        ),
+        (
+            llama(quantization_config={"quant_method": "gptq"}),
+            'quantization_config: only null is supported, got {"quant_method": "gptq"}',
+        ),
+        (
+            llama(rope_parameters={"rope_type": "yarn", "factor": 4.0}),
+            "rope_parameters.rope_type: llama has only 'default', 'linear', 'dynamic' and 'llama3' here, got 'yarn'",
+        ),
+        (
+            SIZES | {"model_type": "internlm2", "bias": False, "rope_scaling": LLAMA3},
+            "rope_scaling.rope_type: internlm2 has only 'default', 'linear' and 'dynamic' here, got 'llama3'",
+        ),
+        (
+            llama(rope_scaling={"type": "longrope", "short_factor": [1.0]}),
+            "rope_scaling.type: llama has only 'default', 'linear', 'dynamic' and 'llama3' here, got 'longrope'",
+        ),
+        (
+            llama(rope_scaling={"type": "linear", "factor": 2.0, "attention_factor": 0.5}),
+            "rope_scaling.attention_factor: is not supported with rope type 'linear', got 0.5",
+        ),
+        (
+            llama(rope_parameters={"full_attention": {"rope_type": "default"}}),
+            "rope_parameters: must hold for all layers alike, got one for each of 'full_attention'",
+        ),
+        (llama(rope_scaling="linear"), 'rope_scaling: must be a JSON object, got "linear"'),
+        (
+            llama(rope_parameters={"type": "dynamic", "factor": 0.5}),
+            "rope_parameters.factor: must be greater than or equal to 1, got 0.5",
+        ),
+        (
+            llama(rope_scaling={key: value for key, value in LLAMA3.items() if key != "low_freq_factor"}),
+            "rope_scaling.low_freq_factor: rope_type 'llama3' needs it, but it is not given",
+        ),
+        (
+            llama(rope_scaling=LLAMA3 | {"low_freq_factor": 4.0}),
+            "rope_scaling.low_freq_factor: 4.0 must be below high_freq_factor 4.0",
+        ),
+        (
+            llama(rope_scaling={"type": "linear", "factor": 2.0, "low_freq_factor": 1.0}),
+            "rope_scaling.low_freq_factor: belongs to rope_type 'llama3', got 1.0 with 'linear'",
+        ),
+        (llama(partial_rotary_factor=0.5), "partial_rotary_factor: only 1.0 is supported, got 0.5"),
+        (llama(head_dim=5), "head_dim: 5 is odd; rotary embeddings turn pairs"),
+        (
+            SIZES | {"model_type": "internlm2", "bias": False, "head_dim": 8},
+            "head_dim: internlm2 has hidden_size 48 / num_attention_heads 8 = 6, got 8",
+        ),
+        (llama(eos_token_id=[2, 40]), "eos_token_id: 40 is not below vocab_size 40"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, content: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, content)
+    assert str(caught.value).splitlines() == [f"{tmp_path / 'config.json'}: {line}"]
+
+
+def test_rope_of_another_family_is_refused_in_settings_too() -> None:
+    message = "rope_scaling.rope_type: internlm2 has only 'linear', 'dynamic' here, got 'llama3'"
+    with pytest.raises(ValidationError, match=message):
+        ModelConfig(rope_scaling=RopeScaling(**LLAMA3), **SIZES)
