@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,14 @@ import torch
 from torch import Tensor
 
 from roll.algorithms import cross_entropy
-from roll.config import KLSettings, MicroBatchSettings, OptimizerSettings, PPOSettings
+from roll.config import KLSettings, MicroBatchSettings, ModelConfig, OptimizerSettings, ParallelSettings, PPOSettings
 from roll.data.micro_batches import with_plan
 from roll.parallel.state import parallel_groups
 from roll.protocol import DataProto, MicroBatchPlan
 from roll.strategies import HfStrategy, MegatronTrainStrategy
 from roll.strategies.objectives import policy_objective, value_objective
 from tests.rank_pool import RankPool
-from tests.strategies.tiny import make_batch, merge_stages, settings, weighted_nll, write_tiny
+from tests.strategies.tiny import TINY, make_batch, merge_stages, settings, weighted_nll, write_tiny
 
 
 @pytest.fixture(scope="module")
@@ -287,6 +288,78 @@ def test_a_bad_batch_is_refused_on_every_rank_alike(
     messages = ranks.run(refused_batch, folder, layout, kind, world_size=world_size)
     assert len(set(messages)) == 1
     assert ("40" in messages[0] and "row 1" in messages[0]) if kind == "id" else "row 4" in messages[0]
+
+
+def refused_share(folder: Path, layout: dict[str, Any]) -> list[str]:
+    """One data-parallel share is bad, or no share says what is learned from: everyone hears of it, nobody waits."""
+    config = settings(folder, **layout)
+    messages = []
+    with parallel_groups(config.parallel) as state:
+        strategy = MegatronTrainStrategy(config, state)
+        strategy.initialize()
+        bad = make_batch().clone()
+        bad["input_ids"][1, 3] = 40
+        without_mask = DataProto.from_dict({name: make_batch()[name] for name in ("input_ids", "attention_mask")})
+        for batch in (bad, without_mask):
+            share = batch.chunk(state.degrees.dp)[state.at.dp]
+            with pytest.raises(ValueError) as refusal:  # noqa: PT011 - the message is what is returned
+                strategy.train_step(share, partial(weighted_nll, strategy))
+            messages.append(str(refusal.value))
+    return messages
+
+
+@pytest.mark.parametrize("layout", [{}, {"mode": "isp", "wp": 2}], ids=str)
+def test_a_bad_share_is_refused_by_every_share(ranks: RankPool, folder: Path, layout: dict[str, Any]) -> None:
+    first, second = ranks.run(refused_share, folder, layout, world_size=2, timeout=40)
+    assert "row 1" in first[0]
+    assert second[0] == f"the batch of data-parallel rank 0 was refused: {first[0]}"
+    assert "response_mask" in first[1]
+    assert first[1] == second[1]
+
+
+def step_with_budget(folder: Path, layout: dict[str, Any]) -> dict[str, float]:
+    # Shares of 6 + 7 + 8 and 1 + 12 + 9 tokens: one micro-batch and two.
+    config = settings(folder, **layout, micro_batch=MicroBatchSettings(max_tokens=21))
+    with parallel_groups(config.parallel) as state:
+        strategy = MegatronTrainStrategy(config, state)
+        strategy.initialize()
+        share = make_batch().chunk(state.degrees.dp)[state.at.dp]
+        results = strategy.forward_step(share, partial(plain_log_probs, strategy))
+        assert results is not None
+        assert len(results["log_probs"]) == len(share)
+        return strategy.train_step(share, partial(weighted_nll, strategy))
+
+
+def test_shares_that_gather_weights_together_may_need_unequal_numbers_of_micro_batches(
+    ranks: RankPool, folder: Path
+) -> None:
+    (alone,) = ranks.run(step_with_budget, folder, {}, world_size=1)
+    for outcome in ranks.run(step_with_budget, folder, {"mode": "isp", "wp": 2}, world_size=2, timeout=40):
+        assert outcome["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+        assert outcome["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
+
+
+def refused_degrees(folder: Path, groups: dict[str, Any], layout: dict[str, Any]) -> str:
+    with parallel_groups(ParallelSettings(**groups)) as state, pytest.raises(ValueError, match="parallel") as refusal:
+        MegatronTrainStrategy(settings(folder, **layout), state)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("groups", "layout", "message"),
+    [
+        ({"pp": 2}, {"pp": 2}, "parallel.pp: 2 does not divide the model's num_hidden_layers 3; 1 would fit"),
+        ({"cp": 2}, {"cp": 2}, "parallel.cp: context parallelism is not available yet: cp must be 1, got 2"),
+        ({"pp": 2}, {}, "parallel: the settings say .*pp=1.*, the groups were made for .*pp=2"),
+        ({"tp": 2}, {"mode": "fsp", "tp": 2}, "parallel: the settings say .*fsp.*, the groups were made for .*mtp"),
+    ],
+)
+def test_degrees_that_fit_neither_model_nor_groups_are_refused(
+    ranks: RankPool, tmp_path: Path, groups: dict[str, Any], layout: dict[str, Any], message: str
+) -> None:
+    folder = write_tiny(tmp_path, ModelConfig(**TINY.model_dump() | {"num_hidden_layers": 3}))
+    for text in ranks.run(refused_degrees, folder, groups, layout, world_size=2):
+        assert re.search(message, text)
 
 
 def test_training_needs_an_optimizer(folder: Path) -> None:
