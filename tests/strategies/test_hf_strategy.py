@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from roll.config import ModelConfig, OptimizerSettings
+from roll.models.hf_layout import hf_shapes
 from roll.strategies import HfStrategy
 from tests.checkpoint.folder_of_tensors import TOKENIZER_FILES, assert_same_bytes, read_folder
 from tests.strategies.tiny import TINY, make_batch, settings, weighted_nll, weighted_value_error, write_tiny
@@ -71,6 +73,7 @@ def test_weights_are_streamed_in_buckets_that_another_model_takes_over(folder: P
     train(trained, 0, 1)
     buckets = list(trained.model_update(20_000))
     assert len(buckets) > 1 and max(map(len, buckets)) > 1
+    assert sorted(name for bucket in buckets for name in bucket) == sorted(hf_shapes(TINY, "lm"))
     for bucket in buckets:
         other.update_weights(bucket)
     assert_same_bytes(weights(other), weights(trained))
@@ -93,8 +96,27 @@ def test_norm_weights_do_not_decay(folder: Path) -> None:
             torch.testing.assert_close(decayed[name], weight - 1e-2 * 0.5 * start[name], rtol=1e-5, atol=1e-6)
 
 
+def test_every_weight_follows_the_schedule(folder: Path) -> None:
+    model = strategy(folder)
+    start = weights(model)
+    train(model, 0)  # The warm-up begins at a rate of 0.
+    assert_same_bytes(weights(model), start)
+    train(model, 1)
+    after = weights(model)
+    assert not any(torch.equal(after[name], weight) for name, weight in start.items())
+
+
+@pytest.fixture
+def all_warnings() -> Iterator[None]:
+    """Torch warns of one thing once in a process; here it does each time."""
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(before)
+
+
 @pytest.mark.filterwarnings("error:Converting a tensor with requires_grad")
-def test_metrics_may_hang_on_the_graph(folder: Path) -> None:
+def test_metrics_may_hang_on_the_graph(folder: Path, all_warnings: None) -> None:
     model = strategy(folder)
 
     def loss(data: Any, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
