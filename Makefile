@@ -1,4 +1,5 @@
-# `make help` lists the targets. Needed on the machine: Python 3.11, make, git.
+# `make help` lists the targets. Needed on the machine: Python 3.11 with its headers, make,
+# git and a C compiler (one dependency of reasoning-gym has no wheel).
 #
 # PYTHON     interpreter that .venv is made from: make test PYTHON=/opt/python3.11/bin/python3
 # PIP_EXTRA  more options for pip install. The pinned torch exists on PyPI as a CUDA build of several GB;

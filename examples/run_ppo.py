@@ -17,7 +17,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, default=Path(__file__).with_name("ppo_cpu.yaml"))
     parser.add_argument("overrides", nargs="*", metavar="setting=value", help="e.g. ppo.steps=5")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()  # --config may stand between overrides.
     try:
         config = load_config(PPOConfig, arguments.config, arguments.overrides)
         # Only now: a mistake in the settings is told in a second, these imports take several.

@@ -5,7 +5,9 @@ Nothing here holds the whole model: a rank reads only its own slices, and writes
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,8 @@ from roll.config import ModelConfig
 from roll.models.families import to_family
 from roll.models.hf_mapping import export_hf_tensors, mapped_parameters
 from roll.parallel.state import ParallelState
+
+T = TypeVar("T")
 
 
 def load_weights(model: GPTModel, source: TensorSource, state: ParallelState) -> None:
@@ -40,11 +44,12 @@ def save_hf(
     """Write the model as a Hugging Face folder. Collective over all ranks; the folder appears when it is complete.
 
     The leading rank of each pipeline stage writes its own layers. Tokenizer files of `tokenizer_from` are copied along.
+
+    Raises:
+        OSError: rank 0 cannot make the folder, or `tokenizer_from` is not there; on every rank alike.
     """
-    unfinished = [begin_folder(folder) if state.rank == 0 else None]
-    dist.broadcast_object_list(unfinished, src=0)
-    assert unfinished[0] is not None
-    writer = ShardWriter(unfinished[0], f"model-stage{state.at.pp:02d}", max_shard_bytes)
+    unfinished = _on_rank_0(state, lambda: begin_folder(folder))
+    writer = ShardWriter(unfinished, f"model-stage{state.at.pp:02d}", max_shard_bytes)
     writes = state.at.tp == state.at.cp == state.at.dp == 0
     for name, tensor in to_family(config, export_hf_tensors(model, state)):
         if writes:
@@ -52,9 +57,29 @@ def save_hf(
     writer.flush()
     written: list[dict[str, str]] = [{} for _ in range(state.degrees.world_size)]
     dist.all_gather_object(written, writer.file_of)
+
+    def finish() -> None:
+        write_index(unfinished, written)
+        write_config(unfinished, config, next(model.parameters()).dtype)
+        copy_tokenizer(tokenizer_from, unfinished)
+        finish_folder(unfinished, folder)
+
+    _on_rank_0(state, finish)
+
+
+def _on_rank_0(state: ParallelState, act: Callable[[], T]) -> T:
+    """What `act` returns on rank 0, or its OSError, on every rank. Collective: nobody goes on before rank 0 is done.
+
+    Were the error left to rank 0 alone, the others would wait for it until their group's timeout.
+    """
+    outcome: list[Any] = [None, None]
     if state.rank == 0:
-        write_index(unfinished[0], written)
-        write_config(unfinished[0], config, next(model.parameters()).dtype)
-        copy_tokenizer(tokenizer_from, unfinished[0])
-        finish_folder(unfinished[0], folder)
-    dist.barrier()
+        try:
+            outcome[0] = act()
+        except OSError as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0)
+    value, failure = outcome
+    if failure is not None:
+        raise failure
+    return value

@@ -52,13 +52,21 @@ class ShardWriter:
 
 def write_index(folder: Path, written: Iterable[Mapping[str, str]]) -> None:
     """The index over the files of all writers; a single file needs none and gets the single file's name."""
-    file_of = {name: file for part in written for name, file in part.items()}
+    parts = list(written)
+    file_of = {name: file for part in parts for name, file in part.items()}
+    assert len(file_of) == sum(map(len, parts)), "a tensor was written by two writers"
     files = sorted(set(file_of.values()))
     if len(files) == 1:
         os.replace(folder / files[0], folder / SINGLE)
         return
-    total = sum((folder / file).stat().st_size for file in files)
+    total = sum(_tensor_bytes(folder / file) for file in files)
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": file_of}, indent=2))
+
+
+def _tensor_bytes(path: Path) -> int:
+    """The size of a safetensors file without its header, whose length stands in the first eight bytes."""
+    with path.open("rb") as file:
+        return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
 
 
 def write_config(folder: Path, config: ModelConfig, dtype: torch.dtype) -> None:

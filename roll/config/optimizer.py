@@ -25,7 +25,7 @@ class OptimizerSettings(Settings):
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment, so that a step stays finite."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay."""
+    """Decoupled weight decay, of every weight but those of one dimension (norms)."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this global L2 norm if theirs is larger."""
     warmup_steps: NonNegativeInt = 0

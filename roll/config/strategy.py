@@ -44,7 +44,7 @@ class StrategySettings(Settings):
     token_chunk: PositiveInt = 1024
     """Tokens whose logits are turned into log-probabilities at once: it bounds memory, not results."""
     seed: NonNegativeInt = 0
-    """Seed of random weights and of dropout."""
+    """Seed of random weights."""
 
     def checks(self) -> Iterable[Check]:
         return (self._training_has_an_optimizer, self._hf_is_one_process)

@@ -183,8 +183,10 @@ def _score(response: str, entry: Entry) -> float:
     verifier = _verifier(entry["metadata"]["source_dataset"])
     try:
         return float(verifier(response, entry))
-    except (ValueError, ArithmeticError, SyntaxError):
-        return 0.0  # not every verifier guards its parsing: that of prime_factorization calls int() on the response
+    # Third-party verifiers parse what a model wrote, and few guard it: that of prime_factorization calls int() on the
+    # response, that of game_of_life looks for keys in it, that of boxnet takes its parts for dicts.
+    except (ValueError, ArithmeticError, SyntaxError, LookupError, AttributeError, TypeError):
+        return 0.0
 
 
 @functools.cache
@@ -196,14 +198,15 @@ def _verifier(name: str) -> Callable[[str, Entry], float]:
 def exact_match(responses: list[str], entries: list[Entry]) -> list[float]:
     """1.0 where a response, without the white space around it, is the entry's answer character by character, else 0.0.
 
-    Raises ValueError for an entry that names no answer.
+    Where a task names no answer because many are right, its verifier alone knows them: then its full score is a match.
     """
-    for entry in entries:
-        if entry["answer"] is None:
-            raise ValueError(f"task {entry['metadata']['source_dataset']} names no single answer to match exactly")
-    return [
-        float(response.strip() == entry["answer"].strip()) for response, entry in zip(responses, entries, strict=True)
-    ]
+    return [float(_is_exact(response, entry)) for response, entry in zip(responses, entries, strict=True)]
+
+
+def _is_exact(response: str, entry: Entry) -> bool:
+    if entry["answer"] is None:
+        return _score(response, entry) >= 1.0
+    return bool(response.strip() == entry["answer"].strip())
 
 
 class RewardError(ValueError):
@@ -213,14 +216,15 @@ class RewardError(ValueError):
 def load_reward_function(path: str) -> RewardFunction:
     """Import a reward function given as `"module:function"`.
 
-    Raises ValueError when there is no such module or function, or when it cannot take (responses, entries).
+    Raises ValueError when there is no such module or function, the module cannot be imported, or the function cannot
+    take (responses, entries).
     """
     module_name, colon, function_name = path.partition(":")
     if not (colon and function_name and all(part.isidentifier() for part in module_name.split("."))):
         raise ValueError(f"reward.function must be 'module:function', got {path!r}")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except (ImportError, SyntaxError) as error:
         raise ValueError(f"reward.function {path!r}: cannot import module {module_name!r}: {error}") from error
     function: RewardFunction | None = getattr(module, function_name, None)
     if function is None or not callable(function):

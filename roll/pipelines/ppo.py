@@ -19,7 +19,7 @@ from roll.data.prompts import PromptSampler
 from roll.pipelines.experience import StepMetrics, add_advantages
 from roll.pipelines.prompt_data import PromptData
 from roll.pipelines.roles import Roles, place_roles, ranks_of_roles, start_roles
-from roll.pipelines.tracker import RunTracker, Sample
+from roll.pipelines.tracker import EVALUATION, RunTracker, Sample
 from roll.pipelines.warm_start import model_folder
 from roll.protocol import DataProto
 from roll.workers import Cluster, start_ray
@@ -91,7 +91,8 @@ class PPOPipeline:
         batch = self.look_up(batch)
         batch, metrics = add_advantages(batch, self.config.ppo, self.kl_controller.value)
         self.kl_controller.update(metrics["kl"], len(batch))
-        metrics |= self.learn(step, batch)
+        # Where both name a metric (entropy), it is the sampling policy's: the losses' is a mean over later ones.
+        metrics = self.learn(step, batch) | metrics
         self.sync_weights()
         self.record_samples(step, batch)
         return metrics, int(batch["attention_mask"].sum())
@@ -144,7 +145,7 @@ class PPOPipeline:
 
     def evaluate(self) -> StepMetrics:
         """Greedy answers to the held-out prompts."""
-        with self.tracker.phase("eval"):
+        with self.tracker.phase(EVALUATION):
             answers = self.roles.rollout.call("generate", self.data.held_out, seed=0, greedy=True)
             scored = self.roles.reward.call("score", answers)
         return {"eval/exact_match": float(scored["exact"].mean()), "eval/reward": float(scored["scores"].mean())}
@@ -172,5 +173,6 @@ class PPOPipeline:
 
 
 def _means(prefix: str, steps: list[StepMetrics]) -> StepMetrics:
-    """Means over optimizer steps, under `prefix`."""
-    return {prefix + name: float(np.mean([step[name] for step in steps])) for name in (steps[0] if steps else {})}
+    """Means over optimizer steps, under `prefix`: of each metric over the steps that have it (a skipped one: few)."""
+    names = dict.fromkeys(name for step in steps for name in step)
+    return {prefix + name: float(np.mean([step[name] for step in steps if name in step])) for name in names}

@@ -40,6 +40,8 @@ from roll.pipelines.records import (
 REWARD = "reward"
 EXACT_MATCH = "eval/exact_match"
 SHOWN_METRICS = (REWARD, EXACT_MATCH, "kl", "entropy", "loss")
+EVALUATION = "eval"
+"""The phase whose seconds do not count for tokens/s: its tokens are not those of the step."""
 RESERVED_NAMES = ("step", "not_finite")
 
 
@@ -144,7 +146,7 @@ class RunTracker:
 
         `metrics` are ints, floats, NumPy scalars or 0-dim tensors. They are written in alphabetical order. One that is
         NaN or infinite is written as null and named under "not_finite", and the display says so. `tokens` are those
-        processed in the step, for tokens/s.
+        processed in the step, for tokens/s over the seconds outside of phase `EVALUATION`.
 
         Raises ValueError for a step that does not rise, a value that is no number, or a reserved name.
         """
@@ -188,7 +190,7 @@ class RunTracker:
         now = time.perf_counter()
         seconds, self._step_started = now - self._step_started, now
         phases, self._phase_seconds = self._phase_seconds, {}
-        speed = None if tokens is None else tokens / seconds
+        speed = None if tokens is None else tokens / (seconds - phases.get(EVALUATION, 0.0))
         self._timings.append(
             {"step": step, "seconds": seconds, "tokens": tokens, "tokens_per_second": speed, "phases": phases}
         )

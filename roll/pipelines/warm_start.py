@@ -16,7 +16,7 @@ from rich.progress import track
 
 from roll.config import PPOConfig, Role
 from roll.data.micro_batches import with_plan
-from roll.data.prompts import PromptSampler, encode_supervised
+from roll.data.prompts import PromptSampler
 from roll.parallel import ParallelDegrees
 from roll.pipelines.prompt_data import PromptData, write_untrained_model
 from roll.platform import get_platform
@@ -51,11 +51,9 @@ def _fingerprint(config: PPOConfig) -> str:
 
 def _train(config: PPOConfig, data: PromptData, folder: Path, console: Console) -> None:
     settings = config.warm_start
-    assert settings is not None and config.model.config is not None  # The config's own checks.
+    batch = data.supervised
+    assert settings is not None and config.model.config is not None and batch is not None  # The config's own checks.
     degrees = ParallelDegrees.of(settings.parallel, settings.world_size)
-    batch = encode_supervised(
-        data.task.train, data.tokenizer, config.task.max_prompt_tokens, config.rollout.max_new_tokens
-    )
     sampler = PromptSampler(len(batch), settings.batch_size, config.seed)
     layout = PlacementLayout({ROLE: settings.world_size}, device=get_platform().ray_resource)
     with tempfile.TemporaryDirectory() as untrained, Placement(layout) as placement:

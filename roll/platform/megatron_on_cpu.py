@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
@@ -157,5 +156,3 @@ def enable_megatron_on_cpu() -> None:
     random._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     _answer_tensor_methods()
-    # layers.py:738 advises how to overlap CUDA kernels, once per process.
-    warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*")

@@ -76,6 +76,9 @@ class CpuPlatform(Platform):
 
         with self.quiet_megatron():
             enable_megatron_on_cpu()
+        # layers.py:738 advises how to overlap CUDA kernels, when a layer first runs. The filter is set here because the
+        # end of `quiet_megatron` forgets what was set inside.
+        warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*")
 
     @contextmanager
     def quiet_megatron(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from roll.checkpoint.folders import begin_folder, finish_folder
 from roll.checkpoint.hf_writer import ShardWriter, copy_tokenizer, write_config, write_index
 from roll.checkpoint.tensor_sources import tensor_source
-from roll.config import ModelConfig, StrategySettings
+from roll.config import ModelConfig, OptimizerSettings, StrategySettings
 from roll.data.micro_batches import cut_micro_batches, join_results
 from roll.data.responses import as_responses
 from roll.models.families import to_family
@@ -71,8 +71,13 @@ class HfStrategy(TrainStrategy):
         for name in shapes:
             self.update_weights(dict(to_family(self.model_config, [(name, source.part(name, None, 0, 1))])))
         if settings.optimizer is not None:
+            weights = [weight for _, weight in self._weights()]
+            groups: list[dict[str, Any]] = [
+                {"params": [weight for weight in weights if weight.ndim > 1]},
+                {"params": [weight for weight in weights if weight.ndim == 1], "weight_decay": 0.0},
+            ]
             self.optimizer = torch.optim.AdamW(
-                [weight for _, weight in self._weights()],
+                groups,
                 lr=settings.optimizer.lr,
                 betas=settings.optimizer.betas,
                 eps=settings.optimizer.eps,
@@ -155,10 +160,14 @@ class HfStrategy(TrainStrategy):
         assert isinstance(output, PaddedOutput)
         return output.where_wanted(output.tensor[:, :-1], attention_mask)
 
+    def _check_trains(self, what: str) -> OptimizerSettings:
+        """The optimizer's settings. Raises ValueError, before anything is touched, if there is no optimizer."""
+        if self.settings.optimizer is None:
+            raise ValueError(f"strategy hf {what} only when `optimizer` is set; got null")
+        return self.settings.optimizer
+
     def train_step(self, batch: DataProto, loss_func: LossFunc) -> Metrics:
-        settings = self.settings.optimizer
-        if settings is None:
-            raise ValueError("strategy hf trains only when `optimizer` is set; got null")
+        settings = self._check_trains("trains")
         batch = self.get_data_input(batch)
         normalizers = count_loss_tokens(batch["response_mask"][:, 1:])
         lr = learning_rate(settings, self.steps)
@@ -170,11 +179,12 @@ class HfStrategy(TrainStrategy):
             loss, metrics = loss_func(micro_batch.with_normalizers(normalizers), self.inner_forward_step(micro_batch))
             loss.backward()
             for name, value in (metrics | {"loss": loss}).items():
-                totals[name] = totals.get(name, 0.0) + float(value)
+                totals[name] = totals.get(name, 0.0) + float(value.detach())
         grad_norm = float(nn.utils.clip_grad_norm_([weight for _, weight in self._weights()], settings.max_grad_norm))
         stepped = math.isfinite(grad_norm)
         if stepped:
-            self.optimizer.param_groups[0]["lr"] = lr
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
             self.optimizer.step()
             self.steps += 1
         return totals | {"grad_norm": grad_norm, "lr": lr, "skipped_steps": float(not stepped)}
@@ -188,12 +198,14 @@ class HfStrategy(TrainStrategy):
         yield from in_buckets(as_family_names(self.model_config, dict(self._weights())), bucket_bytes)
 
     def save_checkpoint(self, folder: Path) -> None:
+        self._check_trains("saves a checkpoint")
         unfinished = begin_folder(Path(folder))
         state = {"model": dict(self._weights()), "optimizer": self.optimizer.state_dict(), "steps": self.steps}
         torch.save(state, unfinished / "state.pt")
         finish_folder(unfinished, Path(folder))
 
     def load_checkpoint(self, folder: Path) -> None:
+        self._check_trains("loads a checkpoint")
         if not (Path(folder) / "state.pt").is_file():
             raise ValueError(f"{folder} is not a checkpoint of strategy hf: it holds no state.pt")
         state = torch.load(Path(folder) / "state.pt", weights_only=True)

@@ -25,7 +25,7 @@ class RewardWorker(Worker):
 
     @register(Dispatch.DP_MP_COMPUTE)
     def score(self, batch: DataProto) -> DataProto:
-        """`scores` and `exact` (1 where the answer is the task's own), both `[B]`, and the texts as `response`.
+        """`scores` and `exact` (see `exact_match`), both `[B]`, and the texts as `response`.
 
         Raises:
             RewardError: the reward function raised, or gave something other than one finite number per response.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def through_the_model(
             load_weights(gpt, source, state)
             save_hf(target, gpt, model, state, tokenizer_from=source_folder, max_shard_bytes=max_shard_bytes)
             numbers = sum(parameter.numel() for parameter in gpt.parameters())
-            is_zero = state.is_last_stage and not gpt.output_layer.weight.any()
+            is_zero = head == "value" and state.is_last_stage and not gpt.output_layer.weight.any()
             held.append((numbers, bool(is_zero)))
     return held
 
@@ -125,3 +126,24 @@ def test_a_rank_holds_its_own_part_only(ranks: RankPool, tmp_path: Path) -> None
     layer = (96 * 48 + 48 * 48 + 3 * 80 * 48) // 2 + 2 * 48
     first, last = 2 * layer + 40 * 48 // 2, 2 * layer + 40 * 48 // 2 + 48
     assert [numbers for ((numbers, _),) in held] == [first, first, last, last]
+
+
+def saves_that_fail(folder: Path, absent: Path, target: Path) -> list[str]:
+    """What this rank is told when the tokenizer's folder is not there, and when the target's parent is a file."""
+    told = []
+    with parallel_groups(ParallelSettings(tp=2)) as state:
+        gpt = build_internlm2(TINY, ParallelSettings(tp=2), state, dtype=torch.float32, head="lm")
+        load_weights(gpt, tensor_source(folder, TINY, init="random", head="lm", seed=0), state)
+        for tokenizer_from, where in ((absent, target), (folder, folder / "config.json" / "model")):
+            with pytest.raises(OSError, match=re.escape(str(absent if where == target else where))) as error:
+                save_hf(where, gpt, TINY, state, tokenizer_from=tokenizer_from)
+            told.append(str(error.value))
+        save_hf(target, gpt, TINY, state, tokenizer_from=folder)  # What failed is no obstacle.
+    return told
+
+
+def test_what_rank_0_cannot_write_every_rank_is_told(ranks: RankPool, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "lm", TINY, {})
+    told = ranks.run(saves_that_fail, folder, tmp_path / "absent", tmp_path / "again", world_size=2)
+    assert told[0] == told[1]
+    assert ModelConfig.from_folder(tmp_path / "again") == TINY

@@ -44,7 +44,9 @@ def test_files_by_size(tmp_path: Path) -> None:
     assert numbers == {"a": 0, "b": 0, "c": 1, "d": 2, "e": 3, "f": 3}
     write_index(tmp_path, [file_of])
     assert_same_bytes(read_folder(tmp_path), tensors)
-    assert json.loads((tmp_path / INDEX).read_text())["weight_map"] == file_of
+    index = json.loads((tmp_path / INDEX).read_text())
+    assert index["weight_map"] == file_of
+    assert index["metadata"] == {"total_size": 4 * sum(sizes.values())}  # Of the tensors, not of the files.
 
 
 def test_one_file_needs_no_index(tmp_path: Path) -> None:
@@ -60,6 +62,12 @@ def test_files_of_several_writers_stay_apart(tmp_path: Path) -> None:
     write_index(tmp_path, written)
     assert len(list(tmp_path.glob("*.safetensors"))) == 3
     assert_same_bytes(read_folder(tmp_path), first | second)
+
+
+def test_a_tensor_has_one_writer(tmp_path: Path) -> None:
+    written = [write(tmp_path, {"a": torch.zeros(4)}, 16, f"model-stage0{stage}") for stage in (0, 1)]
+    with pytest.raises(AssertionError, match="a tensor was written by two writers"):
+        write_index(tmp_path, written)
 
 
 def test_bytes_are_kept(tmp_path: Path) -> None:

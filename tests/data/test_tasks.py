@@ -167,10 +167,26 @@ def test_a_response_that_a_verifier_cannot_parse_scores_zero() -> None:
     assert score_responses(["abc"], [factors]) == [0.0]
 
 
+@pytest.mark.parametrize(("task", "response"), [("game_of_life", "[{}]"), ("boxnet", "[[1]]"), ("boxnet", "[1]")])
+def test_a_response_of_another_shape_than_a_verifier_expects_scores_zero(task: str, response: str) -> None:
+    asked = reasoning_gym.create_dataset(task, size=1, seed=0)[0]
+    with pytest.raises((KeyError, AttributeError, TypeError), match=r"^0|has no attribute|not iterable"):
+        reasoning_gym.get_score_answer_fn(task)(response, asked)
+    assert score_responses([response], [asked]) == [0.0]
+
+
 def test_exact_match() -> None:
     assert exact_match(["7", " 7\n", "07", "17", ""], [entry("7")] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0]
-    with pytest.raises(ValueError, match="task graph_color names no single answer"):
-        exact_match(["7"], [entry(None, "graph_color")])
+
+
+def test_exact_match_of_a_task_that_names_no_answer_is_its_verifiers_full_score() -> None:
+    # Three vertices in a row, two colours: the ends must be alike, whatever the colours.
+    row = entry(None, "graph_color")
+    row["metadata"]["puzzle"] = {"vertices": [0, 1, 2], "edges": [(0, 1), (1, 2)], "color_options": [1, 2]}
+    right, other, wrong = '{"0": 1, "1": 2, "2": 1}', '{"0": 2, "1": 1, "2": 2}', '{"0": 1, "1": 2, "2": 2}'
+    assert exact_match([right, other, wrong, "no"], [row] * 4) == [1.0, 1.0, 0.0, 0.0]
+    # A part of the score is no match: "17" is half right for 7.
+    assert exact_match(["17", "7"], [entry("7")] * 2) == [0.0, 1.0]
 
 
 def raising(responses: list[str], entries: list[dict[str, Any]]) -> list[float]:
@@ -222,6 +238,7 @@ def test_reward_functions_are_loaded_by_name(tmp_path: Path, monkeypatch: pytest
         "def length(responses, entries):\n    return [len(response) for response in responses]\n"
         "def unary(responses):\n    return []\n"
     )
+    (tmp_path / "mistyped_rewards.py").write_text("def score(responses, entries:\n")
     (tmp_path / "broken_rewards.py").write_text("import a_module_that_is_missing\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert load_reward_function("roll.data.tasks:score_responses") is score_responses
@@ -233,6 +250,7 @@ def test_reward_functions_are_loaded_by_name(tmp_path: Path, monkeypatch: pytest
         (".my_rewards:length", "must be 'module:function'"),
         ("no_such_module_here:f", "cannot import module 'no_such_module_here'"),
         ("broken_rewards:f", "cannot import module 'broken_rewards': No module named 'a_module_that_is_missing'"),
+        ("mistyped_rewards:score", r"cannot import module 'mistyped_rewards': .*mistyped_rewards.py, line 1"),
         ("my_rewards:lenght", "has no function 'lenght'; near names: length"),
         ("my_rewards:unary", r"must accept \(responses, entries\): too many positional arguments"),
     ]:

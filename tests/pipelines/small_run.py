@@ -1,8 +1,19 @@
-"""A PPO run that is over in seconds: overrides of examples/ppo_cpu.yaml."""
+"""PPO runs that are over in seconds: overrides of examples/ppo_cpu.yaml, and the process that runs them."""
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import psutil
+
+from roll.data.tasks import Entry, score_responses
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -21,5 +32,52 @@ SMALL = [
     "ppo.mini_batch_size=8",
     "ppo.critic_warmup_steps=0",
     "ppo.eval_every=1",
+    "actor.optimizer.lr=1e-3",  # Large enough for each step to change the greedy answers,
+    "actor.optimizer.warmup_steps=0",  # from the first one on.
     "reward.function=roll.data.tasks:score_responses",  # Partial scores, so that there is something to learn from.
 ]
+
+_calls = itertools.count(1)
+
+
+def fails_in_step_three(responses: list[str], entries: list[Entry]) -> list[float]:
+    """A reward function that is right for the evaluation before the first step, and for two steps with theirs."""
+    return score_responses(responses, entries) if next(_calls) <= 5 else [1.0]
+
+
+@contextmanager
+def driver(output_dir: Path, *overrides: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A run in a session of its own. However the block is left, the run and the Ray that it started have ended."""
+    paths = [environment.pop("PYTHONPATH", ""), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    process = subprocess.Popen(
+        [sys.executable, "examples/run_ppo.py", f"output_dir={output_dir}", *SMALL, *overrides],
+        cwd=ROOT,
+        env=os.environ | environment | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        end(process)
+
+
+def end(process: subprocess.Popen[str], patience_s: float = 30.0) -> None:
+    """Interrupt a process that still runs, and kill it and all that it started if that does not end it."""
+    if process.poll() is not None:
+        return
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    process.send_signal(signal.SIGINT)
+    _, alive = psutil.wait_procs(family, timeout=patience_s)
+    for member in alive:
+        member.kill()
+    psutil.wait_procs(alive, timeout=patience_s)
+
+
+def run(output_dir: Path, *overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A run from its start to its end."""
+    with driver(output_dir, *overrides, **environment) as process:
+        output, errors = process.communicate(timeout=280)
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)

@@ -7,12 +7,13 @@ what `make ppo` shows.
 from __future__ import annotations
 
 import json
-import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,43 +21,21 @@ import torch
 from transformers import AutoTokenizer
 
 from roll.checkpoint.tensor_sources import HfFolder
-from roll.config import ModelConfig
-from tests.pipelines.small_run import ROOT, SMALL
+from roll.config import ModelConfig, PPOConfig, load_config
+from roll.data.tasks import score_responses
+from roll.pipelines.prompt_data import load_prompt_data
+from roll.strategies import HfStrategy
+from tests.pipelines.conftest import Head
+from tests.pipelines.small_run import ROOT, SMALL, driver, end, run
 
 
-def command(output_dir: Path, *overrides: str) -> list[str]:
-    return [sys.executable, "examples/run_ppo.py", f"output_dir={output_dir}", *SMALL, *overrides]
-
-
-def run(output_dir: Path, *overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(output_dir, *overrides),
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-
-
-def ray_processes() -> list[int]:
-    """Processes of a Ray that a run started: they outlive their driver if nobody ends them."""
-    return [p.pid for p in psutil.process_iter(["cmdline"]) if "raylet" in " ".join(p.info["cmdline"] or [])[:300]]
-
-
-@pytest.fixture(scope="module")
-def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a finished run."""
-    output_dir = tmp_path_factory.mktemp("runs")
-    outcome = run(output_dir, "name=first")
-    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
-    return output_dir / "first"
+def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow
 def test_a_run_leaves_what_it_promises(first_run: Path) -> None:
-    metrics = [json.loads(line) for line in (first_run / "metrics.jsonl").read_text().splitlines()]
+    metrics = metrics_of(first_run)
     assert [record["step"] for record in metrics] == [0, 1, 2]
     for record in metrics[1:]:
         assert {"reward", "kl", "entropy", "loss", "grad_norm", "critic/loss", "eval/exact_match"} <= record.keys()
@@ -86,79 +65,112 @@ def test_the_final_model_is_a_hugging_face_folder(first_run: Path) -> None:
     assert not torch.equal(trained, untrained)
 
 
+def greedy_score(folder: Path, config: PPOConfig) -> float:
+    """The mean score of the greedy answers of the model in `folder` to the run's held-out prompts."""
+    data = load_prompt_data(config)
+    model = HfStrategy(config.strategy_settings("rollout", folder))
+    model.initialize()
+    tokens = {"eos_token_id": data.tokenizer.eos_token_id, "pad_token_id": data.tokenizer.pad_token_id}
+    answers = model.generate(data.held_out, max_new_tokens=config.rollout.max_new_tokens, temperature=None, **tokens)
+    ids = [row[mask.bool()] for row, mask in zip(answers["input_ids"], answers["response_mask"], strict=True)]
+    texts = data.tokenizer.batch_decode([row.tolist() for row in ids], skip_special_tokens=True)
+    scores = score_responses(texts, list(data.held_out.non_tensor_batch["entry"]))
+    return sum(scores) / len(scores)
+
+
 @pytest.mark.slow
-def test_two_runs_with_one_seed_write_the_same_metrics(first_run: Path) -> None:
-    outcome = run(first_run.parent, "name=second")
-    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+def test_what_is_evaluated_is_the_trained_policy(first_run: Path) -> None:
+    config = load_config(PPOConfig, first_run / "config.yaml")
+    before, _, after = (record["eval/reward"] for record in metrics_of(first_run))
+    assert before == pytest.approx(greedy_score(next(first_run.parent.glob("warm_start-*")), config))
+    # The rollout role has no weights but those that the actor's were streamed into.
+    assert after == pytest.approx(greedy_score(first_run / "final", config))
+    assert after != pytest.approx(before), "training changed no answer, so the lines above show nothing"
+
+
+@pytest.mark.slow
+def test_two_runs_with_one_seed_write_the_same_metrics_and_a_bad_reward_function_ends_one(
+    head: Head, first_run: Path
+) -> None:
+    function = "reward.function=tests.pipelines.small_run:fails_in_step_three"
+    environment = {"RAY_ADDRESS": head.address} | head.environment
+    outcome = run(first_run.parent, "name=second", "ppo.steps=3", function, **environment)
     assert "warm start: using" in outcome.stdout
-    second = first_run.parent / "second"
-    assert (second / "metrics.jsonl").read_bytes() == (first_run / "metrics.jsonl").read_bytes()
-
-
-@pytest.mark.slow
-def test_the_actor_may_be_a_pipeline(first_run: Path) -> None:
-    outcome = run(first_run.parent, "name=pp2", "actor.parallel.tp=1", "actor.parallel.pp=2")
-    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
-    ours, theirs = (
-        [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        for folder in (first_run.parent / "pp2", first_run)
-    )
-    # The same numbers up to rounding, as long as rounding changes no sampled token: the first step's.
-    for name in ("reward", "entropy", "loss", "grad_norm", "critic/loss"):
-        assert ours[1][name] == pytest.approx(theirs[1][name], rel=1e-4, abs=1e-5), name
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_cleanly(first_run: Path) -> None:
-    before = set(ray_processes())
-    process = subprocess.Popen(
-        command(first_run.parent, "name=stopped", "ppo.steps=500"),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    metrics = first_run.parent / "stopped" / "metrics.jsonl"
-    deadline = time.monotonic() + 200
-    while not (metrics.is_file() and metrics.read_bytes().count(b"\n") >= 2):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
-        time.sleep(0.2)
-    os.kill(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, output
-    assert "stopped" in output
-    for line in metrics.read_text().splitlines():
-        json.loads(line)
-    assert set(ray_processes()) <= before
-
-
-@pytest.mark.slow
-def test_a_bad_reward_function_ends_the_run(first_run: Path, tmp_path: Path) -> None:
-    (tmp_path / "my_rewards.py").write_text("def score(responses, entries):\n    return [1.0]\n")
-    outcome = run(first_run.parent, "name=bad", "reward.function=my_rewards:score", PYTHONPATH=str(tmp_path))
-    assert outcome.returncode == 1
-    assert "returned 1 rewards for 16 responses" in outcome.stderr
+    assert (first_run.parent / "second" / "metrics.jsonl").read_bytes() == (first_run / "metrics.jsonl").read_bytes()
+    assert outcome.returncode == 1, outcome.stdout + outcome.stderr
+    assert "fails_in_step_three returned 1 rewards for 16 responses" in outcome.stderr
     assert "reward rank 0" in outcome.stderr
 
 
-def test_wrong_settings_are_listed_before_anything_starts(tmp_path: Path) -> None:
-    outcome = run(
-        tmp_path, "actor.parallel.tpp=2", "actor.world_size=3", "ppo.mini_batch_size=7", "critic.strategy=deepspeed"
+@pytest.mark.slow
+def test_ctrl_c_ends_a_run_and_its_ray_cleanly(first_run: Path, tmp_path: Path) -> None:
+    # The driver finds this module by PYTHONPATH, and so do the actors of the Ray that it starts.
+    (tmp_path / "my_rewards.py").write_text("from roll.data.tasks import score_responses as score\n")
+    metrics = first_run.parent / "stopped" / "metrics.jsonl"
+    settings = ["name=stopped", "ppo.steps=500", "reward.function=my_rewards:score"]
+    with driver(first_run.parent, *settings, PYTHONPATH=str(tmp_path)) as process:
+        deadline = time.monotonic() + 200
+        while not (metrics.is_file() and metrics.read_bytes().count(b"\n") >= 2):
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert any("raylet" in member.name() for member in family)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, output + errors
+    assert "stopped" in output
+    assert metrics.read_bytes().endswith(b"\n")
+    assert len(metrics_of(first_run.parent / "stopped")) >= 2
+    assert not psutil.wait_procs(family, timeout=10)[1]
+
+
+def test_a_run_that_does_not_end_is_ended_with_all_that_it_started() -> None:
+    deaf = (
+        "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
     )
-    assert outcome.returncode == 2
+    starts_another = (
+        f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {deaf!r}], start_new_session=True)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{starts_another}; {deaf}"], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["deaf\n"] * 2
+    family = psutil.Process(process.pid).children(recursive=True)
+    end(process, patience_s=0.1)
+    assert process.poll() is not None
+    assert len(family) == 1 and not psutil.wait_procs(family, timeout=10)[1]
+
+
+def main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The exit status of examples/run_ppo.py, run in this process."""
+    monkeypatch.setattr(sys, "argv", ["run_ppo.py", *arguments])
+    status: int = runpy.run_path(str(ROOT / "examples" / "run_ppo.py"))["main"]()
+    return status
+
+
+def test_wrong_settings_are_listed_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = ["actor.parallel.tpp=2", "actor.world_size=3", "ppo.mini_batch_size=7", "critic.strategy=deepspeed"]
+    # Overrides may stand on both sides of an option.
+    config = ["--config", str(ROOT / "examples" / "ppo_cpu.yaml")]
+    assert main(monkeypatch, f"output_dir={tmp_path}", *SMALL, *wrong[:2], *config, *wrong[2:]) == 2
+    errors = capsys.readouterr().err
     for message in (
         "did you mean actor.parallel.tp",
         "actor.world_size: 3",
         "ppo.mini_batch_size: 7",
         "critic.strategy",
     ):
-        assert message in outcome.stderr, outcome.stderr
+        assert message in errors, errors
     assert not list(tmp_path.iterdir())
 
 
-def test_a_prompt_longer_than_its_limit_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    outcome = run(tmp_path, "task.max_prompt_tokens=4")
-    assert outcome.returncode == 2
-    assert "max_prompt_tokens" in outcome.stderr
+def test_a_prompt_longer_than_its_limit_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(monkeypatch, f"output_dir={tmp_path}", *SMALL, "task.max_prompt_tokens=4") == 2
+    assert "max_prompt_tokens" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

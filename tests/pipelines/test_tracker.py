@@ -22,7 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from roll.pipelines.plot import reward_figure
 from roll.pipelines.records import replace_file
-from roll.pipelines.tracker import RunTracker, Sample
+from roll.pipelines.tracker import EVALUATION, RunTracker, Sample
 
 CONFIG = "name: test\nseed: 1\n"
 
@@ -76,14 +76,19 @@ def test_timings_add_up_phases_and_start_anew_each_step(tmp_path: Path, monkeypa
         with pytest.raises(KeyError, match="counted"), t.phase("reward"):
             raise KeyError("counted all the same")
         t.log(1, {"reward": 0.0}, tokens=100)
-        t.log(2, {"reward": 0.0})
+        with t.phase(EVALUATION):
+            pass
+        t.log(2, {"reward": 0.0}, tokens=100)
+        t.log(3, {"reward": 0.0})
         with t.phase("save"):
             pass
     # "rollout" is read at 1 and 4, then at 5 and 8; "generate" within it at 2 and 3, 6 and 7; "reward" at 9 and 10.
     phases = {"generate": 2.0, "rollout": 6.0, "reward": 1.0}
     assert lines(tmp_path / "timings.jsonl") == [
         {"step": 1, "seconds": 11.0, "tokens": 100, "tokens_per_second": 100 / 11, "phases": phases},
-        {"step": 2, "seconds": 1.0, "tokens": None, "tokens_per_second": None, "phases": {}},
+        # The tokens of a step are not those of its evaluation, so its second does not count for tokens/s.
+        {"step": 2, "seconds": 3.0, "tokens": 100, "tokens_per_second": 50.0, "phases": {EVALUATION: 1.0}},
+        {"step": 3, "seconds": 1.0, "tokens": None, "tokens_per_second": None, "phases": {}},
         {"step": None, "seconds": 3.0, "phases": {"save": 1.0}},
     ]
 

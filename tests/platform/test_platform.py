@@ -116,7 +116,7 @@ def test_a_rank_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 # A process of its own, since what is looked at is changed for the rest of a process's life. It prints what it finds
 # after a CUDA platform was bound, after a CPU platform was, and after the latter was bound again.
 LOOK = '''
-import ast, importlib, inspect, json, sys, types
+import ast, importlib, inspect, json, sys, types, warnings
 import torch
 from roll.platform import CpuPlatform, CudaPlatform
 from roll.platform.megatron_on_cpu import MODULES_THAT_ASK_FOR_CUDA
@@ -186,7 +186,13 @@ found["cuda"] = look()
 CpuPlatform().bind(0)
 found["cpu"] = look()
 found["stand_in"] = stand_in()
-CpuPlatform().bind(0)
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    CpuPlatform().bind(0)
+    told.clear()
+    warnings.warn("for overlap, set the environment variable CUDA_DEVICE_MAX_CONNECTIONS to 1")
+    warnings.warn("something else")
+found["told"] = [str(warning.message) for warning in told]
 found["again"] = look()
 print(json.dumps(found))
 '''
@@ -248,6 +254,10 @@ def test_the_stand_in_makes_cpu_tensors_and_is_torch_otherwise(found: dict[str, 
 
 def test_binding_again_changes_nothing(found: dict[str, Any]) -> None:
     assert found["again"] == found["cpu"]
+
+
+def test_advice_about_cuda_kernels_is_not_given_on_cpu(found: dict[str, Any]) -> None:
+    assert found["told"] == ["something else"]
 
 
 def test_every_listed_module_asks_for_cuda(found: dict[str, Any]) -> None:
