@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from roll.config import ModelConfig
@@ -35,7 +35,7 @@ class HfFolder:
     """The tensors of a Hugging Face folder under canonical names, whatever the model's family calls them.
 
     Raises:
-        ValueError: there are no weights, or the index names a file that is not there.
+        ValueError: there are no weights, the index names a file that is not there, or a file is not complete.
     """
 
     def __init__(self, folder: Path, model: ModelConfig) -> None:
@@ -45,8 +45,7 @@ class HfFolder:
         if index.is_file():
             self._file_of: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
         elif (folder / SINGLE).is_file():
-            with safe_open(folder / SINGLE, framework="pt") as file:
-                self._file_of = dict.fromkeys(file.keys(), SINGLE)
+            self._file_of = dict.fromkeys(_header(folder / SINGLE), SINGLE)
         else:
             raise ValueError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX}")
         absent = sorted(name for name in set(self._file_of.values()) if not (folder / name).is_file())
@@ -81,9 +80,8 @@ class HfFolder:
         """The family's name and the shape of every tensor, from the files' headers."""
         shapes: dict[str, tuple[int, ...]] = {}
         for file_name in sorted(set(self._file_of.values())):
-            with safe_open(self.folder / file_name, framework="pt") as file:
-                held = [name for name in file.keys() if self._file_of.get(name) == file_name]  # noqa: SIM118
-                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in held}
+            header = _header(self.folder / file_name)
+            shapes |= {name: shape for name, shape in header.items() if self._file_of.get(name) == file_name}
         return shapes
 
     def part(self, name: str, dim: int | None, index: int, count: int) -> Tensor:
@@ -107,6 +105,15 @@ class HfFolder:
             size = whole.get_shape()[dim] // count
             rows = slice(index * size, (index + 1) * size)
             return whole[rows] if dim == 0 else whole[:, rows]
+
+
+def _header(path: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a safetensors file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a complete safetensors file: {error}") from error
 
 
 class RandomTensors:

@@ -53,7 +53,7 @@ def load_prompt_data(config: PPOConfig) -> PromptData:
         prompt_template=config.task.prompt,
     )
     if config.model.path is not None:
-        HfFolder(config.model.path).check(config.model.architecture, "lm")
+        HfFolder(config.model.path, config.model.architecture).check("lm")
     tokenizer = _tokenizer(config.model.path)
     problems += _tokenizer_problems(config, tokenizer)
     if problems:

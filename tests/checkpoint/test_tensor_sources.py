@@ -45,6 +45,15 @@ def test_files_that_the_index_names_must_be_there(tmp_path: Path, tensors: dict[
         HfFolder(folder, MODEL)
 
 
+@pytest.mark.parametrize("files", [1, 3])
+def test_half_a_file_is_refused(tmp_path: Path, tensors: dict[str, Tensor], files: int) -> None:
+    folder = write_folder(tmp_path, MODEL, tensors, files=files)
+    last = sorted(folder.glob("*.safetensors"))[-1]
+    last.write_bytes(last.read_bytes()[:-8])
+    with pytest.raises(ValueError, match=f"{last} is not a complete safetensors file"):
+        HfFolder(folder, MODEL).check("lm")
+
+
 def test_every_tensor_that_does_not_fit_is_listed(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
     del tensors["output.weight"], tensors["model.layers.1.ffn_norm.weight"]
     tensors["model.layers.2.ffn_norm.weight"] = torch.ones(8)
