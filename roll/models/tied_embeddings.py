@@ -10,10 +10,9 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import all_to_all_hp2sp, all_to_all_sp2hp
 
+from roll.models.families import EMBEDDING, OUTPUT
 from roll.models.hf_mapping import mapped_parameters
 from roll.parallel.state import ParallelState
-
-EMBEDDING, OUTPUT = "model.tok_embeddings.weight", "output.weight"
 
 
 def sum_tied_gradients(gpt: GPTModel, state: ParallelState) -> None:

@@ -26,6 +26,7 @@ from roll.models.packed_sequence import PackedSequence
 from roll.parallel.state import ParallelState, parallel_groups
 from tests.checkpoint.families_in_transformers import CASES, Case, sequences, write_with_transformers
 from tests.checkpoint.folder_of_tensors import INDEX, assert_same_bytes, random_tensors, read_folder, write_folder
+from tests.layouts import name_of
 from tests.rank_pool import RankPool
 
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
@@ -35,10 +36,6 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (4, {"tp": 4}),
     (2, {"mode": "isp", "sp": 2, "wp": 2}),
 ]
-
-
-def name_of(value: Any) -> str:
-    return "-".join(f"{key}-{number}" for key, number in value.items()) if isinstance(value, dict) else str(value)
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from tests.checkpoint.folder_of_tensors import (
     read_folder,
     write_folder,
 )
+from tests.layouts import name_of
 from tests.rank_pool import RankPool
 from tests.strategies.tiny import TINY
 
@@ -42,10 +43,6 @@ LAYOUTS = [
     (2, {}),  # dp 2
     (4, {"pp": 2, "rank_order": "tp-cp-ep-pp-dp"}),  # pp 2 x dp 2
 ]
-
-
-def name_of(value: Any) -> str:
-    return "-".join(f"{key}-{number}" for key, number in value.items()) if isinstance(value, dict) else str(value)
 
 
 def through_the_model(

@@ -19,6 +19,7 @@ from roll.models.hf_mapping import mapped_parameters
 from roll.parallel.state import parallel_groups
 from roll.protocol import DataProto
 from roll.strategies import HfStrategy, MegatronInferStrategy, MegatronTrainStrategy
+from tests.layouts import name_of
 from tests.rank_pool import RankPool
 from tests.strategies.tiny import (
     make_batch,
@@ -61,10 +62,6 @@ CASES = [
     for head, layouts in (("lm", LAYOUTS), ("value", LAYOUTS[1::2]))
     for world_size, layout in layouts
 ]
-
-
-def name_of(value: Any) -> str:
-    return "-".join(f"{key}-{number}" for key, number in value.items()) if isinstance(value, dict) else str(value)
 
 
 @pytest.fixture(scope="module")

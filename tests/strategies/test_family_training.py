@@ -20,6 +20,7 @@ from roll.parallel.state import parallel_groups
 from roll.protocol import DataProto
 from roll.strategies import HfStrategy, MegatronTrainStrategy
 from tests.checkpoint.folder_of_tensors import random_tensors, write_folder
+from tests.layouts import name_of
 from tests.rank_pool import RankPool
 from tests.strategies.tiny import TINY, make_batch, merge_stages, settings, weighted_nll
 
@@ -40,10 +41,6 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"mode": "isp", "sp": 2, "wp": 2}),
     (4, {"mode": "isp", "sp": 2, "wp": 2, "pp": 2}),
 ]
-
-
-def name_of(value: Any) -> str:
-    return "-".join(f"{key}-{number}" for key, number in value.items()) if isinstance(value, dict) else str(value)
 
 
 def model_of(family: str) -> ModelConfig:
