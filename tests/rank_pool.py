@@ -216,8 +216,8 @@ def _serve(connection: Connection, stacks: str) -> None:
                 rank, world_size, store, job = connection.recv()
                 connection.send(_run_as_rank(rank, world_size, store, job))
                 connection.recv()  # RELEASE
-            except EOFError:
-                return
+            except EOFError:  # The pool has gone. Without the interpreter's own end, which may wait for gloo's threads.
+                os._exit(0)
             if dist.is_initialized():
                 dist.destroy_process_group()
 
