@@ -56,9 +56,23 @@ class LanguageModelHead(nn.Module):
             chunk: tokens whose logits exist at the same time.
         """
         own_targets = targets.chunk(self.cp_group.size(), dim=1)[self.cp_group.rank()]
+        own = self._of_own_tokens(hidden, own_targets, temperature, chunk, with_entropy=with_entropy)
+        whole = _gather_sequence(torch.stack(own, dim=-1), self.cp_group)
+        # Not views: an in-place change of those would cut FSDP2's hooks off.
+        return whole[..., 0].clone(), whole[..., 1].clone() if with_entropy else None
+
+    def own_log_probs(self, hidden: Tensor, targets: Tensor, *, temperature: float, chunk: int) -> Tensor:
+        """log p(target) `[b, s/n]` of this rank's own tokens, where it has a part of the sequence from the embedding on
+        (isp) and targets `[b, s/n]` of that part; in other modes all tokens are its own.
+        """
+        return self._of_own_tokens(hidden, targets, temperature, chunk, with_entropy=False)[0].clone()
+
+    def _of_own_tokens(
+        self, hidden: Tensor, targets: Tensor, temperature: float, chunk: int, *, with_entropy: bool
+    ) -> list[Tensor]:
         shards = self._sequence_shards
         # Under sequence parallelism a chunk is the same part of every rank's shard.
-        by_shard = own_targets.unflatten(1, (shards, -1))
+        by_shard = targets.unflatten(1, (shards, -1))
         size = max(1, chunk // (hidden.shape[0] * shards))
 
         def of_chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
@@ -73,10 +87,7 @@ class LanguageModelHead(nn.Module):
             # fsp keeps the shard and gathers it again when the chunk is computed again; the others gather once.
             inputs = hidden_chunk if self.mode == "fsp" else self._of_all_shards(hidden_chunk)
             parts.append(checkpoint(of_chunk, inputs, target_chunk, use_reentrant=False, preserve_rng_state=False))
-        results = [torch.cat(part, dim=2).flatten(1) for part in zip(*parts, strict=True)]
-        whole = _gather_sequence(torch.stack(results, dim=-1), self.cp_group)
-        # Not views: an in-place change of those would cut FSDP2's hooks off.
-        return whole[..., 0].clone(), whole[..., 1].clone() if with_entropy else None
+        return [torch.cat(part, dim=2).flatten(1) for part in zip(*parts, strict=True)]
 
     def logits(self, hidden: Tensor, *, parallel_output: bool = True) -> Tensor:
         """Logits at temperature 1: `[b, s, V/tp]`, `[b, s, V]` unless `parallel_output`, `[b, s/n, V]` in isp."""

@@ -37,8 +37,14 @@ class PackedSequence(PackedSeqParams):
     @classmethod
     def packed(cls, cu_seqlens: Tensor, position_ids: Tensor, shard: int = 0, shards: int = 1) -> PackedSequence:
         """Of one row whose segments begin at `cu_seqlens` (on CPU); `position_ids` of the whole row, `[T]`."""
+        return cls.of_shard(cu_seqlens, position_ids.chunk(shards)[shard], shard, shards)
+
+    @classmethod
+    def of_shard(cls, cu_seqlens: Tensor, position_ids: Tensor, shard: int = 0, shards: int = 1) -> PackedSequence:
+        """The same from the positions of this rank's own tokens, `[T/shards]`."""
         lengths = cu_seqlens.diff().long()
-        return cls._on_shard(cu_seqlens, position_ids, lengths.repeat_interleave(lengths), shard, shards)
+        own_lengths = lengths.repeat_interleave(lengths).chunk(shards)[shard]
+        return cls._from(cu_seqlens, position_ids, own_lengths)
 
     @classmethod
     def unpacked(
@@ -46,13 +52,11 @@ class PackedSequence(PackedSeqParams):
     ) -> PackedSequence:
         """Of `rows` rows of `length` tokens each, on the rank that holds part `shard` of each of them."""
         cu_seqlens = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
-        positions = torch.arange(length, device=device)
-        return cls._on_shard(cu_seqlens, positions, torch.full((length,), length), shard, shards)
+        positions = torch.arange(length, device=device).chunk(shards)[shard]
+        return cls._from(cu_seqlens, positions, torch.full_like(positions, length))
 
     @classmethod
-    def _on_shard(
-        cls, cu_seqlens: Tensor, position_ids: Tensor, segment_lengths: Tensor, shard: int, shards: int
-    ) -> PackedSequence:
+    def _from(cls, cu_seqlens: Tensor, position_ids: Tensor, segment_lengths: Tensor) -> PackedSequence:
         device = position_ids.device
         lengths = cu_seqlens.diff()
         # Stable, so that the tokens of a segment stay together and in order.
@@ -66,8 +70,8 @@ class PackedSequence(PackedSeqParams):
             cu_seqlens_kv=on_device,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-            position_ids=position_ids.chunk(shards)[shard],
-            segment_lengths=segment_lengths.to(device).chunk(shards)[shard],
+            position_ids=position_ids,
+            segment_lengths=segment_lengths.to(device),
             by_length=by_length.to(device),
             lengths=tuple(zip(kinds.tolist(), counts.tolist(), strict=True)),
         )
