@@ -16,14 +16,11 @@ import socket
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 
-from roll.checkpoint.hf import load_weights
-from roll.checkpoint.tensor_sources import tensor_source
 from roll.config import ModelConfig, ParallelSettings, check_parallel
-from roll.models.inspection import forward_shapes, local_shapes, module_tree
-from roll.models.internlm2 import build_internlm2
-from roll.models.packed_sequence import PackedSequence
-from roll.parallel.state import parallel_groups
+from roll.data.packing import check_divides
+from roll.platform import get_platform
 
 SMALL = ModelConfig(
     vocab_size=128,
@@ -53,8 +50,14 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Start the ranks that the degrees ask for."""
     args = arguments()
-    model = SMALL if args.model is None else ModelConfig.from_folder(args.model)
-    parallel = ParallelSettings(mode=args.mode, tp=args.tp, sp=args.sp, wp=args.wp)
+    try:
+        model = SMALL if args.model is None else ModelConfig.from_folder(args.model)
+        parallel = ParallelSettings(mode=args.mode, tp=args.tp, sp=args.sp, wp=args.wp)
+        check_divides(args.seq_len if args.unpacked else args.micro_bsz * args.seq_len, parallel.sequence_shards)
+    except ValidationError as refused:
+        raise SystemExit("\n".join(problem["msg"] for problem in refused.errors())) from None
+    except ValueError as refused:
+        raise SystemExit(str(refused)) from None
     world_size = args.tp * math.lcm(args.sp, args.wp)
     problems = check_parallel(model, parallel, world_size)
     if problems:
@@ -69,6 +72,13 @@ def show(
     rank: int, world_size: int, port: int, model: ModelConfig, parallel: ParallelSettings, args: argparse.Namespace
 ) -> None:
     """One rank: build, run, and (rank 0) print."""
+    with get_platform().quiet_megatron():
+        from roll.checkpoint.hf import load_weights
+        from roll.checkpoint.tensor_sources import tensor_source
+        from roll.models.inspection import forward_shapes, local_shapes, module_tree
+        from roll.models.internlm2 import build_internlm2
+        from roll.models.packed_sequence import PackedSequence
+        from roll.parallel.state import parallel_groups
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     with parallel_groups(parallel) as state:
         gpt = build_internlm2(model, parallel, state, dtype=torch.float32, head="lm").eval()

@@ -6,14 +6,16 @@ Nothing here holds the whole model: a rank reads only its own slices, and writes
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
+from safetensors import SafetensorError
 
-from roll.checkpoint.folders import begin_folder, finish_folder
+from roll.checkpoint.folders import begin_folder, finish_folder, on_rank_0
 from roll.checkpoint.hf_writer import MAX_SHARD_BYTES, ShardWriter, copy_tokenizer, write_config, write_index
 from roll.checkpoint.tensor_sources import TensorSource
 from roll.config import ModelConfig
@@ -38,48 +40,50 @@ def save_hf(
     config: ModelConfig,
     state: ParallelState,
     *,
+    dtype: torch.dtype,
     tokenizer_from: Path,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write the model as a Hugging Face folder. Collective over all ranks; the folder appears when it is complete.
 
-    The leading rank of each pipeline stage writes its own layers. Tokenizer files of `tokenizer_from` are copied along.
+    The leading rank of each pipeline stage writes its own layers, in `dtype`. Tokenizer files of `tokenizer_from` are
+    copied along.
 
     Raises:
-        OSError: rank 0 cannot make the folder, or `tokenizer_from` is not there; on every rank alike.
+        OSError: a file cannot be written, or `tokenizer_from` is not there; on every rank alike.
     """
-    unfinished = _on_rank_0(state, lambda: begin_folder(folder))
+    unfinished = on_rank_0(lambda: begin_folder(folder))
     writer = ShardWriter(unfinished, f"model-stage{state.at.pp:02d}", max_shard_bytes)
     writes = state.at.tp == state.at.cp == state.at.dp == 0
-    for name, tensor in to_family(config, export_hf_tensors(model, state)):
-        if writes:
-            writer.add(name, tensor)
-    writer.flush()
-    written: list[dict[str, str]] = [{} for _ in range(state.degrees.world_size)]
-    dist.all_gather_object(written, writer.file_of)
+    failure: OSError | None = None
+    for name, tensor in to_family(config, export_hf_tensors(model, state, dtype=dtype)):
+        if writes and failure is None:  # A rank that cannot write still gathers with the others.
+            failure = _error_of(partial(writer.add, name, tensor))
+    failure = failure or _error_of(writer.flush)
+    written = _from_every_rank(writer.file_of, failure)
 
     def finish() -> None:
         write_index(unfinished, written)
-        write_config(unfinished, config, next(model.parameters()).dtype)
+        write_config(unfinished, config, dtype)
         copy_tokenizer(tokenizer_from, unfinished)
         finish_folder(unfinished, folder)
 
-    _on_rank_0(state, finish)
+    on_rank_0(finish)
 
 
-def _on_rank_0(state: ParallelState, act: Callable[[], T]) -> T:
-    """What `act` returns on rank 0, or its OSError, on every rank. Collective: nobody goes on before rank 0 is done.
+def _error_of(act: Callable[[], None]) -> OSError | None:
+    try:
+        act()
+    except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error.
+        return OSError(str(error))
+    return None
 
-    Were the error left to rank 0 alone, the others would wait for it until their group's timeout.
-    """
-    outcome: list[Any] = [None, None]
-    if state.rank == 0:
-        try:
-            outcome[0] = act()
-        except OSError as error:
-            outcome[1] = error
-    dist.broadcast_object_list(outcome, src=0)
-    value, failure = outcome
-    if failure is not None:
-        raise failure
-    return value
+
+def _from_every_rank(file_of: dict[str, str], failure: OSError | None) -> list[dict[str, str]]:
+    """What every rank has written, or the first failure, on every rank."""
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, failure or file_of)
+    for outcome in outcomes:
+        if isinstance(outcome, OSError):
+            raise outcome
+    return outcomes

@@ -12,19 +12,19 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
-from roll.checkpoint.folders import begin_folder, finish_folder
+from roll.checkpoint.folders import begin_folder, finish_folder, on_rank_0
 
 
 def save_sharded(folder: Path, state_dict: dict[str, Any]) -> None:
-    """Write a sharded state dict. Collective; the folder appears when every rank has written its part."""
-    unfinished = [begin_folder(folder) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(unfinished, src=0)
-    dist_checkpointing.save(state_dict, str(unfinished[0]))
+    """Write a sharded state dict. Collective; the folder appears when every rank has written its part.
+
+    Raises:
+        OSError: rank 0 cannot make the folder; on every rank alike.
+    """
+    unfinished = on_rank_0(lambda: begin_folder(folder))
+    dist_checkpointing.save(state_dict, str(unfinished))
     dist.barrier()
-    if dist.get_rank() == 0:
-        assert unfinished[0] is not None
-        finish_folder(unfinished[0], folder)
-    dist.barrier()
+    on_rank_0(lambda: finish_folder(unfinished, folder))
 
 
 def load_sharded(folder: Path, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -41,9 +41,10 @@ class HfFolder:
     def __init__(self, folder: Path, model: ModelConfig) -> None:
         self.folder, self.model = folder, model
         self.names = TENSOR_NAMES[model.model_type]
+        self._file_of: Mapping[str, str]
         index = folder / INDEX
         if index.is_file():
-            self._file_of: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
+            self._file_of = _read_index(index)
         elif (folder / SINGLE).is_file():
             self._file_of = dict.fromkeys(_header(folder / SINGLE), SINGLE)
         else:
@@ -105,6 +106,15 @@ class HfFolder:
             size = whole.get_shape()[dim] // count
             rows = slice(index * size, (index + 1) * size)
             return whole[rows] if dim == 0 else whole[:, rows]
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Tensor name to the file that holds it."""
+    try:
+        file_of: dict[str, str] = json.loads(path.read_text())["weight_map"]
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{path} is not a complete index: {error!r}") from error
+    return file_of
 
 
 def _header(path: Path) -> dict[str, tuple[int, ...]]:

@@ -29,11 +29,8 @@ def check_parallel(model: ModelConfig, parallel: ParallelSettings, world_size: i
 
 def model_split_checks(model: ModelConfig, parallel: ParallelSettings) -> Iterator[Check]:
     """Checks of `model` against the degrees. Paths of problems start at the section that holds `parallel`."""
-    for degree, sizes in SPLIT_SIZES.items():
-        for size in sizes:
-            yield partial(_splits_evenly, model, size, parallel, degree)
-    if model.qk_norm:
-        yield partial(_splits_evenly, model, "head_dim", parallel, "wp")
+    for degree in SPLIT_SIZES:
+        yield partial(_splits_evenly, model, parallel, degree)
     yield partial(_key_value_heads_can_be_shared, model, parallel)
 
 
@@ -45,8 +42,10 @@ def world_size_checks(parallel: ParallelSettings, world_size: int) -> Iterator[C
             degrees = f"parallel.{parallel.describe()}"
             yield Problem("world_size", f"{world_size} is not a multiple of {degrees} = {parallel.model_parallel_size}")
         elif world_size // parallel.pp % parallel.wp:
-            stage = f"{world_size} ranks / pp {parallel.pp} = {world_size // parallel.pp}"
-            yield Problem("parallel.wp", f"{parallel.wp} does not divide the ranks of a stage, {stage}")
+            ranks = world_size // parallel.pp
+            fitting = max(wp for wp in range(1, parallel.wp) if ranks % wp == 0)
+            stage = f"the ranks of a stage, {world_size} ranks / pp {parallel.pp} = {ranks}"
+            yield Problem("parallel.wp", f"{parallel.wp} does not divide {stage}; {fitting} would fit")
 
     def context_parallel_is_one() -> Iterator[Problem]:
         if parallel.cp > 1:
@@ -56,20 +55,38 @@ def world_size_checks(parallel: ParallelSettings, world_size: int) -> Iterator[C
     yield context_parallel_is_one
 
 
-def _splits_evenly(model: ModelConfig, size: str, parallel: ParallelSettings, degree: str) -> Iterator[Problem]:
-    whole, parts = getattr(model, size), getattr(parallel, degree)
-    if whole % parts:
-        fitting = max(part for part in range(1, parts) if whole % part == 0)
-        yield Problem(f"parallel.{degree}", f"{parts} does not divide the model's {size} {whole}; {fitting} would fit")
+def _splits_evenly(model: ModelConfig, parallel: ParallelSettings, degree: str) -> Iterator[Problem]:
+    parts = getattr(parallel, degree)
+    for size in _sizes(model, degree):
+        whole = getattr(model, size)
+        if whole % parts:
+            given = f"{parts} does not divide the model's {size} {whole}"
+            yield Problem(f"parallel.{degree}", f"{given}; {_fitting(model, degree, parts)} would fit")
 
 
 def _key_value_heads_can_be_shared(model: ModelConfig, parallel: ParallelSettings) -> Iterator[Problem]:
     """The head exchange of isp gives each rank whole key-value heads, or several ranks the same one."""
     heads, sp = model.num_key_value_heads, parallel.sp
-    if heads % sp and sp % heads:
-        fitting = max(part for part in range(1, sp) if heads % part == 0 or part % heads == 0)
-        yield Problem(
-            "parallel.sp",
-            f"{sp} neither divides the model's num_key_value_heads {heads} nor is a multiple of it; "
-            f"{fitting} would fit",
-        )
+    if not _shareable(heads, sp):
+        given = f"{sp} neither divides the model's num_key_value_heads {heads} nor is a multiple of it"
+        yield Problem("parallel.sp", f"{given}; {_fitting(model, 'sp', sp)} would fit")
+
+
+def _sizes(model: ModelConfig, degree: str) -> tuple[str, ...]:
+    # Norms of a head's queries and keys are as long as the head.
+    return (*SPLIT_SIZES[degree], "head_dim") if degree == "wp" and model.qk_norm else SPLIT_SIZES[degree]
+
+
+def _fitting(model: ModelConfig, degree: str, limit: int) -> int:
+    """The largest degree up to `limit` that every size allows."""
+    wholes = [getattr(model, size) for size in _sizes(model, degree)]
+    return max(
+        parts
+        for parts in range(1, limit + 1)
+        if all(whole % parts == 0 for whole in wholes)
+        and (degree != "sp" or _shareable(model.num_key_value_heads, parts))
+    )
+
+
+def _shareable(heads: int, ranks: int) -> bool:
+    return heads % ranks == 0 or ranks % heads == 0

@@ -41,7 +41,7 @@ class ParallelSettings(Settings):
     cp: PositiveInt = 1
     """Context-parallel degree: ranks over which a sequence is split (only 1 for now)."""
     parallel_output: bool = True
-    """Whether `op_compute_logits` leaves the vocabulary split over tp (log-probs never need it whole)."""
+    """Whether `op_compute_logits` leaves the vocabulary split over tp; isp has it whole, log-probs never need that."""
     rank_order: str = "tp-cp-ep-dp-pp"
     """The axes from the fastest varying to the slowest: the order in which ranks are laid out."""
 

@@ -76,3 +76,16 @@ def pack_rows(input_ids: Tensor, attention_mask: Tensor, *, multiple_of: int = 1
     positions = torch.arange(total, device=input_ids.device) - starts.repeat_interleave(lengths)
     cu_seqlens = torch.cat([starts, ends[-1:]]).to(dtype=torch.int32, device="cpu")
     return PackedRows(ids.unsqueeze(0), positions.unsqueeze(0), cu_seqlens, mask)
+
+
+def check_divides(length: int, shards: int) -> None:
+    """Refuse rows that cannot be cut into equal shards.
+
+    Raises:
+        ValueError: names the length, the shards and the next length that fits.
+    """
+    if length % shards:
+        padded = -(-length // shards) * shards
+        raise ValueError(
+            f"{length} tokens of a row do not split over {shards} ranks of the sequence; {padded} would fit"
+        )

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.functional import embedding
 
+from roll.data.packing import check_divides
+
 
 class HiddenParallelEmbedding(nn.Module):
     """Takes the place of `GPTModel.embedding`.
@@ -24,12 +26,20 @@ class HiddenParallelEmbedding(nn.Module):
     def __init__(self, vocab_size: int, config: TransformerConfig, tp_group: ProcessGroup) -> None:
         super().__init__()
         self.sequence_parallel = config.sequence_parallel
+        # Megatron-Core 0.19 asks whether it has to scatter the tokens itself (gpt_model.py:346).
+        self.scatter_to_sequence_parallel = True
         self.tp_group = tp_group
         width = config.hidden_size // tp_group.size()
         self.weight = nn.Parameter(torch.empty(vocab_size, width, dtype=config.params_dtype))
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Token ids `[b, s]` to `[s, b, H]`, `[s/tp, b, H]` under sequence parallelism. Positions are not used."""
+        """Token ids `[b, s]` to `[s, b, H]`, `[s/tp, b, H]` under sequence parallelism. Positions are not used.
+
+        Raises:
+            ValueError: s does not split over tp.
+        """
+        if self.sequence_parallel:
+            check_divides(input_ids.shape[1], self.tp_group.size())
         part = embedding(input_ids.transpose(0, 1), self.weight)
         if self.tp_group.size() == 1:
             return part

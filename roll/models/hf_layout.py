@@ -11,7 +11,7 @@ from roll.config import ModelConfig
 def hf_shapes(model: ModelConfig, head: str) -> dict[str, tuple[int, ...]]:
     """The canonical name and shape of every tensor of the whole model. A tied output counts as a tensor of its own."""
     hidden, ffn = model.hidden_size, model.intermediate_size
-    qkv = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim
+    qkv = model.query_key_value_size
     shapes: dict[str, tuple[int, ...]] = {"model.tok_embeddings.weight": (model.vocab_size, hidden)}
     for n in range(model.num_hidden_layers):
         layer = f"model.layers.{n}."

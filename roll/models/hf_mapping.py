@@ -95,14 +95,19 @@ def mapped_parameters(model: GPTModel, mode: Mode) -> Iterator[MappedParameter]:
         yield MappedParameter(parameter, tuple(hf.format(n=number) for hf in rule.hf), dim)
 
 
-def export_hf_tensors(model: GPTModel, state: ParallelState, *, of: str = "data") -> Iterator[tuple[str, Tensor]]:
+def export_hf_tensors(
+    model: GPTModel, state: ParallelState, *, of: str = "data", dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, whole tensor) of this pipeline stage, one at a time: weights, or with `of` gradients.
+
+    With `dtype` in that type: weights that are split while they are not used may be stored in a wider one.
 
     Collective over the ranks that share the weights: they iterate together, and each gets every tensor. A tensor that
     is not split is the parameter itself, so a caller that keeps it clones it.
     """
     for mapped in mapped_parameters(model, state.mode):
         for name, part in zip(mapped.hf_names, mapped.parts(of), strict=True):
+            part = part if dtype is None else part.to(dtype)  # before it is gathered: less to send
             yield name, part if mapped.dim is None else _gather(part, mapped.dim, state.weights)
 
 

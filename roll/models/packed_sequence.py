@@ -8,7 +8,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from roll.data.packing import PackedRows
+from roll.data.packing import PackedRows, check_divides
 
 
 @dataclass
@@ -29,7 +29,6 @@ class PackedSequence(PackedSeqParams):
     """(length, number of segments of that length), shortest first."""
 
     @classmethod
-    @classmethod
     def of(cls, rows: PackedRows, shard: int = 0, shards: int = 1) -> PackedSequence:
         """Of packed rows, on the rank that holds part `shard` of `shards` equal parts of them."""
         return cls.packed(rows.cu_seqlens, rows.position_ids[0], shard, shards)
@@ -37,6 +36,7 @@ class PackedSequence(PackedSeqParams):
     @classmethod
     def packed(cls, cu_seqlens: Tensor, position_ids: Tensor, shard: int = 0, shards: int = 1) -> PackedSequence:
         """Of one row whose segments begin at `cu_seqlens` (on CPU); `position_ids` of the whole row, `[T]`."""
+        check_divides(len(position_ids), shards)
         return cls.of_shard(cu_seqlens, position_ids.chunk(shards)[shard], shard, shards)
 
     @classmethod
@@ -51,6 +51,7 @@ class PackedSequence(PackedSeqParams):
         cls, rows: int, length: int, shard: int = 0, shards: int = 1, *, device: torch.device | None = None
     ) -> PackedSequence:
         """Of `rows` rows of `length` tokens each, on the rank that holds part `shard` of each of them."""
+        check_divides(length, shards)
         cu_seqlens = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
         positions = torch.arange(length, device=device).chunk(shards)[shard]
         return cls._from(cu_seqlens, positions, torch.full_like(positions, length))

@@ -12,9 +12,9 @@ from itertools import product
 from math import prod
 
 from roll.config import ParallelSettings
+from roll.config.parallel import RANK_AXES
 
 DEFAULT_RANK_ORDER = "tp-cp-ep-dp-pp"
-AXES = ("tp", "cp", "ep", "dp", "pp")
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class ParallelDegrees:
         for axis in ("world_size", "tp", "pp", "cp", "wp"):
             if getattr(self, axis) < 1:
                 raise ValueError(f"{axis} must be at least 1, got {getattr(self, axis)}")
-        if sorted(self.order.split("-")) != sorted(AXES):
-            raise ValueError(f"rank_order must name each of {'-'.join(AXES)} once, got {self.order!r}")
+        if sorted(self.order.split("-")) != sorted(RANK_AXES):
+            raise ValueError(f"rank_order must name each of {'-'.join(RANK_AXES)} once, got {self.order!r}")
         if self.world_size % self.model_parallel_size:
             raise ValueError(
                 f"world_size {self.world_size} is not a multiple of tp {self.tp} x pp {self.pp} x cp {self.cp} "
@@ -117,9 +117,9 @@ class ParallelDegrees:
 
         Groups are ordered by their first rank, ranks within a group by number.
         """
-        unknown = set(axes.split("-")) - set(AXES)
+        unknown = set(axes.split("-")) - set(RANK_AXES)
         if unknown:
-            raise ValueError(f"unknown axes {', '.join(sorted(unknown))}; they are {', '.join(AXES)}")
+            raise ValueError(f"unknown axes {', '.join(sorted(unknown))}; they are {', '.join(RANK_AXES)}")
         inside = [axis for axis in self._sizes if axis in axes.split("-")]
         outside = [axis for axis in self._sizes if axis not in inside]
         groups = []

@@ -132,7 +132,7 @@ def init_parallel(settings: ParallelSettings, *, timeout_s: float = 600.0) -> Pa
     )
     _fill_rng_tracker()
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    weight_mesh = _weight_mesh(degrees) if settings.mode == "isp" else None
+    weight_mesh = _weight_mesh(degrees, timeout_s) if settings.mode == "isp" else None
     return ParallelState(settings.mode, degrees, dist.get_rank(), groups, weight_mesh)
 
 
@@ -164,9 +164,15 @@ def _default_rendezvous() -> None:
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 
 
-def _weight_mesh(degrees: ParallelDegrees) -> DeviceMesh:
-    whole = DeviceMesh(get_platform().name, degrees.weight_mesh(), mesh_dim_names=("pp", "replica", "wp"))
-    return whole["replica", "wp"]
+def _weight_mesh(degrees: ParallelDegrees, timeout_s: float) -> DeviceMesh:
+    """This stage's `(replica, wp)`. Collective over all ranks: every stage's groups are made by all."""
+    stages = degrees.weight_mesh()
+    timeout = timedelta(seconds=timeout_s)
+    copies = [copy for stage in stages for copy in stage]
+    replicas = [list(ranks) for stage in stages for ranks in zip(*stage, strict=True)]
+    groups = [dist.new_subgroups_by_enumeration(ranks, timeout=timeout)[0] for ranks in (replicas, copies)]
+    own_stage = next(stage for stage in stages if any(dist.get_rank() in copy for copy in stage))
+    return DeviceMesh.from_group(groups, get_platform().name, mesh=own_stage, mesh_dim_names=("replica", "wp"))
 
 
 def _fill_rng_tracker() -> None:

@@ -79,6 +79,8 @@ class CpuPlatform(Platform):
         # layers.py:738 advises how to overlap CUDA kernels, when a layer first runs. The filter is set here because the
         # end of `quiet_megatron` forgets what was set inside.
         warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*")
+        # torch 2.13 has newer names for two collectives, which Megatron-Core does not use yet.
+        warnings.filterwarnings("ignore", message=".*(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated.*")
 
     @contextmanager
     def quiet_megatron(self) -> Iterator[None]:

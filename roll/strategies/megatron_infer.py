@@ -85,12 +85,17 @@ class MegatronInferStrategy(InferenceStrategy):
             self.model_config,
             settings.parallel,
             self.state,
-            dtype=getattr(torch, settings.dtype),
+            dtype=self._dtype,
             head=settings.head,
             stored_dtype=self._stored_dtype,
         )
         load_weights(self.gpt, source, self.state)
         self.model = self.gpt.eval()
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.settings.dtype)
+        return dtype
 
     @property
     def _stored_dtype(self) -> torch.dtype | None:
@@ -248,6 +253,9 @@ class MegatronInferStrategy(InferenceStrategy):
 
     def op_compute_logits(self, output: ModelOutput) -> Tensor:
         """Logits of the packed row at temperature 1, for loss functions that need more than log-probs.
+
+        In mode isp a rank has the logits of its own tokens. A loss over what a rank has is summed over the ranks by its
+        gradients; as a metric it is reported as this rank's part.
 
         Returns:
             `[1, T, V/tp]`; `[1, T, V]` with `parallel.parallel_output` false; `[1, T/sp, V]` in mode isp.

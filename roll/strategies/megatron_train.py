@@ -97,7 +97,8 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
     def _grad_norm(self) -> float:
         """L2 norm of all gradients of the model, before clipping; the same on every rank."""
         self.optimizer.prepare_grads()
-        gradients = self.optimizer.get_main_grads_for_grad_norm()
+        name = "get_main_grads_for_grad_norm"  # get_grads_for_grad_norm since Megatron-Core 0.19
+        gradients = getattr(self.optimizer, name if hasattr(self.optimizer, name) else "get_grads_for_grad_norm")()
         return gradient_norm(gradients, (self.state.weights, self.state.pp), self.device)
 
     def _update(self, grad_norm: float) -> None:
@@ -127,8 +128,8 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
         yield from export_hf_tensors(self.gpt, self.state, of="main_grad")
 
     def model_update(self, bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
-        tensors = to_family(self.model_config, export_hf_tensors(self.gpt, self.state))
-        yield from in_buckets(tensors, bucket_bytes)
+        tensors = export_hf_tensors(self.gpt, self.state, dtype=self._dtype)
+        yield from in_buckets(to_family(self.model_config, tensors), bucket_bytes)
 
     def save_checkpoint(self, folder: Path) -> None:
         sharded, steps = sharded_training_state(self.gpt, self.optimizer, self.state)
@@ -146,6 +147,7 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
             self.gpt,
             self.model_config,
             self.state,
+            dtype=self._dtype,
             tokenizer_from=Path(self.settings.model_path),
         )
 

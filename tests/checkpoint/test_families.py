@@ -33,7 +33,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (1, {}),
     (2, {"mode": "fsp", "tp": 2}),
     (2, {"pp": 2}),
-    (4, {"tp": 4}),
+    (4, {"mode": "msp", "tp": 4}),
     (2, {"mode": "isp", "sp": 2, "wp": 2}),
 ]
 
@@ -50,7 +50,7 @@ def logits_of(folder: Path, case: Case, target: Path, parallel: ParallelSettings
     model = ModelConfig.from_folder(folder)
     gpt = build_internlm2(model, parallel, state, dtype=torch.float32, head="lm").eval()
     load_weights(gpt, tensor_source(folder, model, init="load", head="lm", seed=0), state)
-    save_hf(target, gpt, model, state, tokenizer_from=folder, max_shard_bytes=40 << 10)
+    save_hf(target, gpt, model, state, dtype=torch.float32, tokenizer_from=folder, max_shard_bytes=40 << 10)
     ids = torch.nn.utils.rnn.pad_sequence(sequences(case), batch_first=True, padding_value=-1)
     rows = pack_rows(ids, ids >= 0, multiple_of=4)
     shard, shards = state.cp.rank(), state.cp.size()

@@ -143,7 +143,7 @@ def test_check_parallel() -> None:
     model = ModelConfig(**SIZES)
     assert check_parallel(model, ParallelSettings(tp=8, pp=4), 64, "actor") == []
     assert check_parallel(model, ParallelSettings(tp=64, pp=5, cp=2), 100, "actor") == [
-        "actor.parallel.tp: 64 does not divide the model's num_attention_heads 32; 32 would fit",
+        "actor.parallel.tp: 64 does not divide the model's num_attention_heads 32; 8 would fit",
         "actor.parallel.tp: 64 does not divide the model's num_key_value_heads 8; 8 would fit",
         "actor.parallel.pp: 5 does not divide the model's num_hidden_layers 32; 4 would fit",
         "actor.world_size: 100 is not a multiple of parallel.tp 64 x pp 5 x cp 2 = 640",

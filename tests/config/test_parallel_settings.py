@@ -61,7 +61,7 @@ def test_degrees_of_another_mode_are_refused(settings: dict[str, Any], message: 
             6,
             ["parallel.sp: 6 neither divides the model's num_key_value_heads 4 nor is a multiple of it; 4 would fit"],
         ),
-        ({"sp": 8}, 8, ["parallel.sp: 8 does not divide the model's num_attention_heads 12; 6 would fit"]),
+        ({"sp": 8}, 8, ["parallel.sp: 8 does not divide the model's num_attention_heads 12; 4 would fit"]),
         (
             {"wp": 5},
             10,
@@ -71,7 +71,11 @@ def test_degrees_of_another_mode_are_refused(settings: dict[str, Any], message: 
             ],
         ),
         ({"sp": 4, "pp": 2}, 12, ["world_size: 12 is not a multiple of parallel.sp 4 x pp 2 = 8"]),
-        ({"sp": 2, "wp": 4, "pp": 2}, 12, ["parallel.wp: 4 does not divide the ranks of a stage, 12 ranks / pp 2 = 6"]),
+        (
+            {"sp": 2, "wp": 4, "pp": 2},
+            12,
+            ["parallel.wp: 4 does not divide the ranks of a stage, 12 ranks / pp 2 = 6; 3 would fit"],
+        ),
     ],
 )
 def test_what_a_model_and_a_world_allow(settings: dict[str, Any], world_size: int, problems: list[str]) -> None:

@@ -35,9 +35,9 @@ REFUSALS = {
     # Heads that tp divides make a hidden size that tp divides, so that one never stands alone.
     "model.config.hidden_size=30 model.config.num_attention_heads=3 model.config.num_key_value_heads=3 "
     "actor.parallel.tp=4 actor.world_size=4 model.config.vocab_size=64": [
-        "actor.parallel.tp: 4 does not divide the model's num_attention_heads 3; 3 would fit",
-        "actor.parallel.tp: 4 does not divide the model's num_key_value_heads 3; 3 would fit",
-        "actor.parallel.tp: 4 does not divide the model's hidden_size 30; 3 would fit",
+        "actor.parallel.tp: 4 does not divide the model's num_attention_heads 3; 1 would fit",
+        "actor.parallel.tp: 4 does not divide the model's num_key_value_heads 3; 1 would fit",
+        "actor.parallel.tp: 4 does not divide the model's hidden_size 30; 1 would fit",
     ],
     "actor.parallel.pp=4 actor.world_size=8": [
         "actor.parallel.pp: 4 does not divide the model's num_hidden_layers 6; 3 would fit"
@@ -52,7 +52,7 @@ REFUSALS = {
         "critic.parallel.mode: fsp splits the sequence over tp, which must be more than 1; got tp 1"
     ],
     "critic.parallel={mode: isp, sp: 2, wp: 8} critic.world_size=4": [
-        "critic.parallel.wp: 8 does not divide the ranks of a stage, 4 ranks / pp 1 = 4"
+        "critic.parallel.wp: 8 does not divide the ranks of a stage, 4 ranks / pp 1 = 4; 4 would fit"
     ],
     "actor.parallel.rank_order=tp-dp-pp": [
         "actor.parallel.rank_order: must name each of tp, cp, ep, dp, pp once, got 'tp-dp-pp'"

@@ -123,9 +123,9 @@ def gathers_per_pass(settings: dict[str, Any]) -> tuple[int, int, float]:
             return forward, count[0] - forward, float(loss)
 
 
-def weighted_loss(gpt: Any, ids: Tensor, state: ParallelState) -> Tensor:
+def weighted_loss(gpt: Any, ids: Tensor, state: ParallelState, length: int = LENGTH) -> Tensor:
     """A loss of unpacked rows in which every token counts differently."""
-    packed = PackedSequence.unpacked(ROWS, LENGTH, state.cp.rank(), state.cp.size())
+    packed = PackedSequence.unpacked(ROWS, length, state.cp.rank(), state.cp.size())
     hidden = gpt(input_ids=own_part(ids, state), position_ids=None, attention_mask=None, packed_seq_params=packed)
     targets = ids.roll(-1, dims=1)
     log_probs, _ = gpt.head.log_probs(hidden, targets, temperature=1.0, chunk=1 << 20, with_entropy=False)
@@ -247,3 +247,24 @@ def test_numbers_of_key_value_heads(ranks: RankPool, tmp_path: Path, kv_heads: i
     for world_size, layout in layouts:
         for _, gradients in ranks.run(unpacked_step, folder, layout, world_size=world_size):
             assert_same_gradients(gradients, expected)
+
+
+# --- rows that do not split
+
+
+def refused_rows(folder: Path, layout: dict[str, Any]) -> str:
+    config = settings(folder, **layout)
+    with parallel_groups(config.parallel) as state:
+        strategy = MegatronTrainStrategy(config, state)
+        strategy.initialize()
+        with pytest.raises(ValueError, match="would fit") as refusal:
+            weighted_loss(strategy.gpt, unpacked_ids()[:, :7], state, length=7)
+        return str(refusal.value)
+
+
+@pytest.mark.parametrize("layout", [{"mode": "fsp", "tp": 2}, {"mode": "isp", "sp": 2}], ids=str)
+def test_rows_that_do_not_split_are_refused_on_every_rank(
+    ranks: RankPool, folder: Path, layout: dict[str, Any]
+) -> None:
+    message = "7 tokens of a row do not split over 2 ranks of the sequence; 8 would fit"
+    assert ranks.run(refused_rows, folder, layout, world_size=2) == [message] * 2

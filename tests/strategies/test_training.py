@@ -19,6 +19,7 @@ from roll.parallel.state import parallel_groups
 from roll.protocol import DataProto, MicroBatchPlan
 from roll.strategies import HfStrategy, MegatronTrainStrategy
 from roll.strategies.objectives import policy_objective, value_objective
+from tests.checkpoint.folder_of_tensors import assert_same_bytes, random_tensors, read_folder, write_folder
 from tests.rank_pool import RankPool
 from tests.strategies.tiny import TINY, make_batch, merge_stages, settings, weighted_nll, write_tiny
 
@@ -154,7 +155,10 @@ def plain_log_probs(strategy: Any, data: DataProto, output: Any) -> dict[str, Te
     return {"log_probs": strategy.op_compute_log_probs(output, data["input_ids"], data["attention_mask"])}
 
 
-@pytest.mark.parametrize(("world_size", "layout"), [(2, {"tp": 2}), (2, {"pp": 2}), (4, {"tp": 2, "pp": 2})])
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [(2, {"tp": 2}), (2, {"pp": 2}), (4, {"tp": 2, "pp": 2}), (2, {"mode": "isp", "sp": 2, "wp": 2})],
+)
 def test_the_rollout_model_follows_two_updates(
     ranks: RankPool, folder: Path, world_size: int, layout: dict[str, Any]
 ) -> None:
@@ -221,6 +225,36 @@ def test_continuing_from_a_checkpoint_equals_never_having_stopped(
     for name, weight in expected["weights"].items():
         # Adam divides by the root of a second moment: rounding in a tiny gradient grows to a few 1e-5 of the weight.
         np.testing.assert_allclose(actual["weights"][name], weight, rtol=0, atol=1e-4, err_msg=name)
+
+
+def test_a_checkpoint_from_before_the_first_step(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    whole = ranks.run(continued, folder, {"tp": 2}, checkpoint, ("save", "train"), world_size=2)
+    rest = ranks.run(continued, folder, {"mode": "isp", "wp": 2}, checkpoint, ("load", "train"), world_size=2)
+    for one, other in zip(whole[0]["steps"], rest[0]["steps"], strict=True):
+        for name in ("loss", "grad_norm", "lr"):
+            assert other[name] == pytest.approx(one[name], rel=1e-5), name
+
+
+def written_again(folder: Path, target: Path, layout: dict[str, Any]) -> set[torch.dtype]:
+    """Load for training in bfloat16, write again; the types in which weights go to other systems."""
+    config = settings(folder, init="load", dtype="bfloat16", **layout)
+    with parallel_groups(config.parallel) as state:
+        strategy = MegatronTrainStrategy(config, state)
+        strategy.initialize()
+        strategy.save_hf(target)
+        return {tensor.dtype for bucket in strategy.model_update(1 << 20) for tensor in bucket.values()}
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"mode": "isp", "sp": 2, "wp": 2}], ids=str)
+def test_half_precision_stays_what_it_was(ranks: RankPool, tmp_path: Path, layout: dict[str, Any]) -> None:
+    # In mode isp the optimizer's fp32 weights are the only ones.
+    tensors = {name: tensor.bfloat16() for name, tensor in random_tensors(TINY, "lm").items()}
+    folder = write_folder(tmp_path / "there", TINY, tensors, files=2)
+    types = ranks.run(written_again, folder, tmp_path / "again", layout, world_size=2)
+    assert types == [{torch.bfloat16}] * 2
+    assert_same_bytes(read_folder(tmp_path / "again"), tensors)
+    assert '"bfloat16"' in (tmp_path / "again" / "config.json").read_text()
 
 
 def degenerate_steps(folder: Path, layout: dict[str, Any]) -> Any:
