@@ -6,11 +6,13 @@ made at tp 2 is read at pp 2.
 
 from __future__ import annotations
 
+import queue
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from roll.checkpoint.folders import begin_folder, finish_folder, on_rank_0
 
@@ -22,6 +24,9 @@ def save_sharded(folder: Path, state_dict: dict[str, Any]) -> None:
         OSError: rank 0 cannot make the folder; on every rank alike.
     """
     unfinished = on_rank_0(lambda: begin_folder(folder))
+    # Results of the writers come back through this queue. Megatron-Core would start a server process for it, so that
+    # a save can go on in the background; that process outlives a rank that is killed. Ours ends before we go on.
+    filesystem_async._results_queue = queue.Queue()
     dist_checkpointing.save(state_dict, str(unfinished))
     dist.barrier()
     on_rank_0(lambda: finish_folder(unfinished, folder))

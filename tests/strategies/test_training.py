@@ -229,7 +229,8 @@ def test_continuing_from_a_checkpoint_equals_never_having_stopped(
 
 def test_a_checkpoint_from_before_the_first_step(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
-    whole = ranks.run(continued, folder, {"tp": 2}, checkpoint, ("save", "train"), world_size=2)
+    whole = ranks.run(continued, folder, {"tp": 2}, tmp_path / "later", ("train", "save"), world_size=2)
+    ranks.run(continued, folder, {"tp": 2}, checkpoint, ("save",), world_size=2)
     rest = ranks.run(continued, folder, {"mode": "isp", "wp": 2}, checkpoint, ("load", "train"), world_size=2)
     for one, other in zip(whole[0]["steps"], rest[0]["steps"], strict=True):
         for name in ("loss", "grad_norm", "lr"):
