@@ -9,9 +9,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from roll.data.batch_sampler import PackBatchSampler, RampUp
+    from roll.data.loading import load_accum_batch, load_accum_batches, load_batch, load_micro_batch
     from roll.data.pack import build_pack
     from roll.data.packed_dataset import PackedDataset
+    from roll.data.packed_loader import PackedLoader
     from roll.data.packs import Pack
+    from roll.data.processing import (
+        data_process,
+        packed_data_normalizer,
+        split_data_sequence_parallel,
+        unpack_data,
+    )
     from roll.data.sources.lists import ListSource
     from roll.data.sources.sample import Sample, SampleSource
     from roll.data.sources.tokenized_folder import TokenizedFolder
@@ -20,23 +29,45 @@ if TYPE_CHECKING:
 __all__ = [
     "ListSource",
     "Pack",
+    "PackBatchSampler",
     "PackedDataset",
+    "PackedLoader",
+    "RampUp",
     "Sample",
     "SampleSource",
     "TokenizedFolder",
     "build_pack",
     "build_unpack",
+    "data_process",
+    "load_accum_batch",
+    "load_accum_batches",
+    "load_batch",
+    "load_micro_batch",
+    "packed_data_normalizer",
+    "split_data_sequence_parallel",
+    "unpack_data",
 ]
 
 _MODULES = {
     "ListSource": "sources.lists",
     "Pack": "packs",
+    "PackBatchSampler": "batch_sampler",
     "PackedDataset": "packed_dataset",
+    "PackedLoader": "packed_loader",
+    "RampUp": "batch_sampler",
     "Sample": "sources.sample",
     "SampleSource": "sources.sample",
     "TokenizedFolder": "sources.tokenized_folder",
     "build_pack": "pack",
     "build_unpack": "unpack",
+    "data_process": "processing",
+    "load_accum_batch": "loading",
+    "load_accum_batches": "loading",
+    "load_batch": "loading",
+    "load_micro_batch": "loading",
+    "packed_data_normalizer": "processing",
+    "split_data_sequence_parallel": "processing",
+    "unpack_data": "processing",
 }
 
 

@@ -6,6 +6,9 @@ is built from the few samples it touches, in any order.
 
 from __future__ import annotations
 
+from functools import cached_property
+from zlib import crc32
+
 import numpy as np
 from torch.utils.data import Dataset
 
@@ -114,9 +117,10 @@ class PackedDataset(Dataset[Pack]):
         )
 
     def identity(self) -> dict[str, int | bool | None]:
-        """What a place in the stream of packs is a place in (all JSON): same identity, same packs."""
+        """What a place in the stream of packs is a place in (all JSON). Tokens are not read for it, lengths are."""
         return {
             "num_samples": len(self.source),
+            "lengths_crc32": self._lengths_crc32,
             "num_tokens": self.num_tokens,
             "num_packs": len(self),
             "micro_bsz": self.micro_bsz,
@@ -125,6 +129,10 @@ class PackedDataset(Dataset[Pack]):
             "drop_last": self.drop_last,
             "seed": self.seed,
         }
+
+    @cached_property
+    def _lengths_crc32(self) -> int:
+        return crc32(self.source.lengths.astype(np.int64).tobytes())
 
     def _make_plan(self, lengths: Ids) -> Plan:
         if not self.use_packed_dataset:
