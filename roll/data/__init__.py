@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from roll.data.sources.lists import ListSource
     from roll.data.sources.sample import Sample, SampleSource
+    from roll.data.sources.text_files import TextFiles
     from roll.data.sources.tokenized_folder import TokenizedFolder
     from roll.data.unpack import build_unpack
 
@@ -35,6 +36,7 @@ __all__ = [
     "RampUp",
     "Sample",
     "SampleSource",
+    "TextFiles",
     "TokenizedFolder",
     "build_pack",
     "build_unpack",
@@ -57,6 +59,7 @@ _MODULES = {
     "RampUp": "batch_sampler",
     "Sample": "sources.sample",
     "SampleSource": "sources.sample",
+    "TextFiles": "sources.text_files",
     "TokenizedFolder": "sources.tokenized_folder",
     "build_pack": "pack",
     "build_unpack": "unpack",
