@@ -28,6 +28,12 @@ def loaded_by(statement: str, candidates: list[str]) -> list[str]:
         ("import roll", ["torch", "ray", "megatron", "transformers", "pydantic"]),
         ("import roll.config", ["torch", "ray", "megatron", "transformers"]),
         ("import roll.protocol", ["ray", "megatron", "transformers"]),
+        ("import roll.data", ["torch", "ray", "megatron", "transformers", "datasets"]),
+        (
+            "from roll.data import PackBatchSampler, PackedLoader, TokenizedFolder, load_batch, unpack_data",
+            ["ray", "megatron", "transformers", "datasets"],
+        ),
+        ("from roll.data import TextFiles", ["ray", "megatron", "datasets"]),
         ("import roll.parallel", ["ray", "transformers"]),
         ("import roll.strategies", ["ray"]),
         ("from roll.strategies import MegatronInferStrategy, MegatronTrainStrategy", ["ray"]),

@@ -62,6 +62,19 @@ def test_the_worker_makes_what_is_made_here() -> None:
         next(ahead)
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_every_epoch_is_shuffled_anew(prefetch: int) -> None:
+    made = loader(prefetch=prefetch)
+    rows: dict[int, list[list[int]]] = {0: [], 1: [], 2: []}
+    for data, _ in made:
+        rows[made.position.epoch] += [row for row in data["input_ids"].tolist() if any(row)]
+    assert rows == {
+        epoch: [pack.input_ids.tolist() for pack in made.dataset.at_epoch(epoch)]  # type: ignore[attr-defined]
+        for epoch in range(3)
+    }
+    assert rows[0] != rows[1] != rows[2]
+
+
 def test_batches_are_made_in_another_process() -> None:
     def reader(prefetch: int) -> int:
         dataset = PackedDataset(ProcessSource(), micro_bsz=1, seq_len=1)
