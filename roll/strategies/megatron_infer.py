@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from megatron.core.pipeline_parallel.schedules import (
     forward_backward_pipelining_without_interleaving,
 )
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from roll.checkpoint.hf import load_weights
 from roll.checkpoint.tensor_sources import tensor_source
@@ -28,7 +30,8 @@ from roll.parallel.degrees import ParallelDegrees
 from roll.parallel.state import ParallelState
 from roll.platform import get_platform
 from roll.protocol import DataProto, broadcast_batch, check_model_batch
-from roll.strategies.base import ForwardFunc, InferenceStrategy, LossFunc, ModelOutput
+from roll.strategies.base import ForwardFunc, InferenceStrategy, LossFunc, Metrics, ModelOutput
+from roll.strategies.tokens import TokenMicroBatch, count_labels, token_forward_step
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,8 @@ class MegatronInferStrategy(InferenceStrategy):
         batch = self.get_data_input(batch)
         micro_batches, order = self._cut(batch)
         self.model.eval()
-        results = self._run_schedule(micro_batches, forward_func, forward_only=True)
+        forward = partial(self.inner_forward_step, forward_func)
+        results = self._run_schedule(micro_batches, forward, forward_only=True)
         return join_results(results, order) if self.state.is_reporter else None
 
     def _cut(self, batch: DataProto) -> tuple[list[DataProto], list[int]]:
@@ -166,12 +170,35 @@ class MegatronInferStrategy(InferenceStrategy):
             micro_batches += [batch.select_idxs([])] * (int(most) - len(micro_batches))
         return micro_batches, order
 
+    @torch.no_grad()
+    def token_loss(self, micro_batches: Sequence[TokenMicroBatch]) -> float:
+        """Mean cross-entropy of the labels of all ranks' micro-batches, in nats; on ranks that report, else nan.
+
+        Every rank has equally many, and the ranks that share a batch the same (in mode isp each its own part).
+        """
+        num_labels = count_labels(micro_batches, self.state, self.device)
+        if num_labels == 0:
+            return math.nan
+        self.model.eval()
+        forward = partial(token_forward_step, self.gpt, self.state, num_labels, self.settings.token_chunk)
+        metrics = self._run_schedule(list(micro_batches), forward, forward_only=True)
+        return self._sum_metrics(metrics, self.state.megatron.dp_cp).get("loss", math.nan)
+
+    def _sum_metrics(self, parts: list[dict[str, Tensor]], group: ProcessGroup) -> Metrics:
+        """Metrics of all micro-batches of all ranks of `group`; empty on stages that compute no loss."""
+        if not parts:
+            return {}
+        names = sorted(parts[0])
+        totals = torch.stack([torch.stack([part[name].double() for part in parts]).sum() for name in names])
+        dist.all_reduce(totals, group=group)
+        return dict(zip(names, totals.tolist(), strict=True))
+
     def _run_schedule(
-        self, micro_batches: list[DataProto], func: ForwardFunc | LossFunc, *, forward_only: bool
+        self, micro_batches: list[Any], forward_step_func: Callable[..., Any], *, forward_only: bool
     ) -> list[Any]:
-        """Megatron-Core's schedule over the micro-batches; what `func` gave for each, on the last stage."""
+        """Megatron-Core's schedule over the micro-batches; what was computed of each output, on the last stage."""
         common = {
-            "forward_step_func": partial(self.inner_forward_step, func),
+            "forward_step_func": forward_step_func,
             "data_iterator": iter(micro_batches),
             "model": [self.model],
             "num_microbatches": len(micro_batches),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from roll.checkpoint.hf import save_hf
 from roll.checkpoint.sharded import load_sharded, save_sharded
@@ -27,6 +30,7 @@ from roll.strategies.base import LossFunc, Metrics, TrainStrategy
 from roll.strategies.buckets import in_buckets
 from roll.strategies.gradients import Gradients, ReplicatedGradients, ShardedGradients
 from roll.strategies.megatron_infer import MegatronInferStrategy
+from roll.strategies.tokens import TokenMicroBatch, count_labels, token_forward_step
 
 
 class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
@@ -64,16 +68,41 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
     def train_step(self, batch: DataProto, loss_func: LossFunc) -> Metrics:
         batch = self.get_data_input(batch)
         normalizers = self._count_loss_tokens(batch)
-        lr = self._learning_rate()
         if normalizers.tokens == 0:
-            return {"loss": 0.0, "grad_norm": 0.0, "lr": lr, "skipped_steps": 1.0}
+            return self._skipped()
         micro_batches, _ = self._cut(batch)
         micro_batches = [micro_batch.with_normalizers(normalizers) for micro_batch in micro_batches]
+        return self._optimize(micro_batches, partial(self.inner_forward_step, loss_func), self.state.dp)
 
+    def train_tokens(self, micro_batches: Sequence[TokenMicroBatch]) -> Metrics:
+        """One optimizer step of next-token prediction, over micro-batches as `roll.data.load_accum_batch` gives them.
+
+        Every rank has equally many, and the ranks that share a batch the same (in mode isp each its own part). The loss
+        is the mean over all labels of the step, whatever rank and micro-batch they are on.
+
+        Returns:
+            As `train_step`, with `tokens`, the number of labels.
+        """
+        num_labels = count_labels(micro_batches, self.state, self.device)
+        if num_labels == 0:
+            return self._skipped() | {"tokens": 0.0}
+        forward = partial(token_forward_step, self.gpt, self.state, num_labels, self.settings.token_chunk)
+        metrics = self._optimize(list(micro_batches), forward, self.state.megatron.dp_cp)
+        return metrics | {"tokens": float(num_labels)}
+
+    def _skipped(self) -> Metrics:
+        """What a step without anything to learn from reports."""
+        return {"loss": 0.0, "grad_norm": 0.0, "lr": self._learning_rate(), "skipped_steps": 1.0}
+
+    def _optimize(
+        self, micro_batches: list[Any], forward_step_func: Callable[..., Any], sharers: ProcessGroup
+    ) -> Metrics:
+        """Run the micro-batches forward and backward, and take the step; metrics are summed over `sharers`."""
+        lr = self._learning_rate()
         self.model.train()
         self.grads.zero()
         self.optimizer.zero_grad()
-        metrics = self._run_schedule(micro_batches, loss_func, forward_only=False)
+        metrics = self._run_schedule(micro_batches, forward_step_func, forward_only=False)
         self.grads.collect()
         if self.model_config.tie_word_embeddings and self.settings.head == "lm":
             sum_tied_gradients(self.gpt, self.state)
@@ -81,7 +110,8 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
         stepped = math.isfinite(grad_norm)  # Weights survive a gradient that does not.
         if stepped:
             self._update(grad_norm)
-        return self._sum_metrics(metrics) | {"grad_norm": grad_norm, "lr": lr, "skipped_steps": float(not stepped)}
+        report = {"grad_norm": grad_norm, "lr": lr, "skipped_steps": float(not stepped)}
+        return self._sum_metrics(metrics, sharers) | report
 
     def _count_loss_tokens(self, batch: DataProto) -> LossNormalizers:
         """Response tokens and sequences of all shares of the step: what per-token losses are divided by."""
@@ -110,15 +140,6 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
 
     def _learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
-
-    def _sum_metrics(self, parts: list[dict[str, Tensor]]) -> Metrics:
-        """Metrics of all micro-batches and shares; empty on stages that compute no loss."""
-        if not parts:
-            return {}
-        names = sorted(parts[0])
-        totals = torch.stack([torch.stack([part[name].double() for part in parts]).sum() for name in names])
-        dist.all_reduce(totals, group=self.state.dp)
-        return dict(zip(names, totals.tolist(), strict=True))
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole gradient) of this stage that the last `train_step` used, after clipping.
