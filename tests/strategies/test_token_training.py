@@ -71,7 +71,7 @@ def ten_losses(folder: Path, layout: dict[str, Any], packed: bool) -> list[float
         dp = state.degrees.dp
         dataset = PackedDataset(ListSource(sentences()), **PACK, use_packed_dataset=packed, seed=3)
         sampler = PackBatchSampler(len(dataset), micro_num=4 // dp, dp_rank=state.at.dp, dp_size=dp)
-        loader = PackedLoader(dataset, sampler)
+        loader = PackedLoader(dataset, sampler, prefetch=0)
         process = processing(state, packed=packed)
         losses = []
         for _ in range(STEPS):
