@@ -45,7 +45,7 @@ class PackedOutput(ModelOutput):
 
 
 class MegatronInferStrategy(InferenceStrategy):
-    """Forward passes of an InternLM2 under tensor, sequence, pipeline and data parallelism.
+    """Forward passes of an InternLM2 or a relative, under every mode with pipeline and data parallelism.
 
     Every rank of the world constructs one with the same settings and calls the same methods in the same order.
 
@@ -69,13 +69,13 @@ class MegatronInferStrategy(InferenceStrategy):
         Raises:
             ValueError: on every rank alike; all problems are listed.
         """
-        parallel, groups = self.settings.parallel, self.state.degrees
-        problems = check_parallel(self.model_config, parallel, groups.world_size)
-        if not problems and (parallel.mode, ParallelDegrees.of(parallel, groups.world_size)) != (
-            self.state.mode,
-            groups,
-        ):
-            problems = [f"parallel: the settings say {parallel}, the groups were made for {self.state.mode}, {groups}"]
+        parallel, world_size = self.settings.parallel, self.state.degrees.world_size
+        problems = check_parallel(self.model_config, parallel, world_size)
+        if not problems:
+            asked = parallel.mode, ParallelDegrees.of(parallel, world_size)
+            made = self.state.mode, self.state.degrees
+            if asked != made:
+                problems = [f"parallel: the settings say {parallel}, the groups were made for {made}"]
         if problems:
             raise ValueError("\n".join(problems))
 
