@@ -16,6 +16,7 @@ the next job; when a job exceeds its timeout, the stacks of its ranks are part o
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -220,6 +221,9 @@ def _serve(connection: Connection, stacks: str) -> None:
                 os._exit(0)
             if dist.is_initialized():
                 dist.destroy_process_group()
+            # Models refer to their groups in cycles, and each gloo group has threads and sockets: after a few dozen
+            # jobs the threads of groups that nobody uses any more would take most of the time.
+            gc.collect()
 
 
 def _end_with_the_parent() -> None:

@@ -64,13 +64,13 @@ def processing(state: ParallelState, *, packed: bool, pack: dict[str, int] = PAC
 
 
 def ten_losses(folder: Path, layout: dict[str, Any], packed: bool) -> list[float]:
-    """The losses of steps of four packs, and last the held-out loss, as this rank reports them."""
+    """The losses of steps of two packs, and last the held-out loss, as this rank reports them."""
     layout = dict(layout)
     with parallel_groups(settings(folder, **layout).parallel) as state:
         strategy = strategy_of(folder, layout, state)
         dp = state.degrees.dp
         dataset = PackedDataset(ListSource(sentences()), **PACK, use_packed_dataset=packed, seed=3)
-        sampler = PackBatchSampler(len(dataset), micro_num=4 // dp, dp_rank=state.at.dp, dp_size=dp)
+        sampler = PackBatchSampler(len(dataset), micro_num=2 // dp, dp_rank=state.at.dp, dp_size=dp)
         loader = PackedLoader(dataset, sampler, prefetch=0)
         process = processing(state, packed=packed)
         losses = []
@@ -87,7 +87,7 @@ def ten_losses(folder: Path, layout: dict[str, Any], packed: bool) -> list[float
 def test_ten_losses_are_the_same_under_every_mode(ranks: RankPool, folder: Path, packed: bool) -> None:
     (expected,) = ranks.run(ten_losses, folder, {}, packed, world_size=1)
     assert expected[0] > expected[-2] > 0
-    for world_size, layout in MODES:
+    for world_size, layout in MODES if packed else MODES[2:5]:
         reported = [losses for losses in ranks.run(ten_losses, folder, layout, packed, world_size=world_size) if losses]
         assert reported
         for losses in reported:
