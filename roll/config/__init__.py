@@ -9,9 +9,10 @@ from roll.config.load import dump_config, load_config
 from roll.config.micro_batch import MicroBatchSettings
 from roll.config.model import ModelConfig
 from roll.config.model_parallel import check_parallel
+from roll.config.model_source import ModelSource
 from roll.config.optimizer import OptimizerSettings
 from roll.config.parallel import Mode, ParallelSettings
-from roll.config.ppo import ModelSource, PPOConfig, RaySettings, Role, TaskSettings
+from roll.config.ppo import PPOConfig, RaySettings, Role, TaskSettings
 from roll.config.problems import ConfigError, Problem
 from roll.config.roles import (
     ReferenceSettings,
@@ -22,6 +23,7 @@ from roll.config.roles import (
 )
 from roll.config.rope import RopeScaling
 from roll.config.settings import Settings
+from roll.config.sft import RampUpSettings, SFTConfig, SFTDataSettings
 from roll.config.strategy import DType, Head, StrategyName, StrategySettings
 
 __all__ = [
@@ -40,12 +42,15 @@ __all__ = [
     "PPOSettings",
     "ParallelSettings",
     "Problem",
+    "RampUpSettings",
     "RaySettings",
     "ReferenceSettings",
     "RewardSettings",
     "Role",
     "RolloutSettings",
     "RopeScaling",
+    "SFTConfig",
+    "SFTDataSettings",
     "Settings",
     "StrategyName",
     "StrategySettings",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from string import Formatter
 from typing import Annotated, Any, Literal
@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, StringConstraints
 
 from roll.config.algorithm import PPOSettings
-from roll.config.model import ModelConfig
+from roll.config.model_source import ModelSource
 from roll.config.ppo_checks import ppo_checks
-from roll.config.problems import Check, Problem
+from roll.config.problems import Check
 from roll.config.roles import (
     ModelRoleSettings,
     ReferenceSettings,
@@ -25,31 +25,6 @@ from roll.config.settings import Settings
 from roll.config.strategy import DType, FolderPath, Head, StrategySettings
 
 Role = Literal["actor", "critic", "reference", "rollout", "warm_start"]
-
-
-class ModelSource(Settings):
-    """Where the model comes from: a folder, or nothing but an architecture. Exactly one is set."""
-
-    path: FolderPath | None = None
-    """Folder in Hugging Face layout with weights and tokenizer, seen from the working directory."""
-    config: ModelConfig | None = None
-    """Architecture of a model that the warm start makes, with a tokenizer of its own."""
-
-    @property
-    def architecture(self) -> ModelConfig:
-        """The architecture, from `config` or from config.json in `path`. Raises ConfigError if that is unusable."""
-        if self.config is not None:
-            return self.config
-        assert self.path is not None, "exactly one of path and config is set"
-        return ModelConfig.from_folder(self.path)
-
-    def checks(self) -> Iterable[Check]:
-        return (self._exactly_one,)
-
-    def _exactly_one(self) -> Iterator[Problem]:
-        if (self.path is None) == (self.config is None):
-            given = "neither" if self.path is None else f"path {str(self.path)!r} and a config"
-            yield Problem("", f"exactly one of path and config must be set, the other null; got {given}")
 
 
 def _prompt_template(value: str) -> str:

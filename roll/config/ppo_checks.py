@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from roll.config.model import ModelConfig
 from roll.config.model_parallel import model_split_checks, world_size_checks
-from roll.config.problems import Check, ConfigError, Problem, UnavailableError, run_checks
+from roll.config.model_source import architecture_of, folder_problems
+from roll.config.problems import Check, Problem, UnavailableError, run_checks
 from roll.config.roles import ModelRoleSettings
 
 if TYPE_CHECKING:
@@ -54,15 +54,6 @@ def _role(config: PPOConfig, role: str) -> ModelRoleSettings:
     return settings
 
 
-def _architecture(config: PPOConfig) -> ModelConfig:
-    if config.model.path is None and config.model.config is None:
-        raise UnavailableError("there is no model")
-    try:
-        return config.model.architecture
-    except ConfigError as error:  # what _model_folder_is_usable reports
-        raise UnavailableError("the model folder is not usable") from error
-
-
 def _data_parallel_size(config: PPOConfig, role: str) -> int:
     settings = _role(config, role)
     if settings.world_size % settings.parallel.model_parallel_size:
@@ -71,13 +62,7 @@ def _data_parallel_size(config: PPOConfig, role: str) -> int:
 
 
 def _model_folder_is_usable(config: PPOConfig) -> Iterator[Problem]:
-    if config.model.path is None or config.model.config is not None:
-        return
-    try:
-        ModelConfig.from_folder(config.model.path)
-    except ConfigError as error:
-        for problem in error.problems:
-            yield Problem("model.path", str(problem))
+    yield from folder_problems(config.model)
 
 
 def _warm_start_belongs_to_config(config: PPOConfig) -> Iterator[Problem]:
@@ -89,7 +74,7 @@ def _warm_start_belongs_to_config(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _model_fits_ranks(config: PPOConfig, role: str) -> Iterator[Problem]:
-    checks = model_split_checks(_architecture(config), _role(config, role).parallel)
+    checks = model_split_checks(architecture_of(config.model), _role(config, role).parallel)
     yield from _under(role, checks)
 
 
@@ -111,7 +96,7 @@ def _row_fits_budget(config: PPOConfig, role: str) -> Iterator[Problem]:
 
 
 def _sequence_fits_context(config: PPOConfig) -> Iterator[Problem]:
-    model = _architecture(config)
+    model = architecture_of(config.model)
     context = model.context_length
     if config.task.max_prompt_tokens + config.rollout.max_new_tokens > context:
         longest = _longest_row(config)
