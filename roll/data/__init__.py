@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         unpack_data,
     )
     from roll.data.sources.lists import ListSource
+    from roll.data.sources.paragraphs import Paragraphs
     from roll.data.sources.sample import Sample, SampleSource
     from roll.data.sources.text_files import TextFiles
     from roll.data.sources.tokenized_folder import TokenizedFolder
@@ -33,6 +34,7 @@ __all__ = [
     "PackBatchSampler",
     "PackedDataset",
     "PackedLoader",
+    "Paragraphs",
     "RampUp",
     "Sample",
     "SampleSource",
@@ -57,6 +59,7 @@ _MODULES = {
     "PackedDataset": "packed_dataset",
     "PackedLoader": "packed_loader",
     "RampUp": "batch_sampler",
+    "Paragraphs": "sources.paragraphs",
     "Sample": "sources.sample",
     "SampleSource": "sources.sample",
     "TextFiles": "sources.text_files",

@@ -1,1 +1,1 @@
-"""Where token sequences come from: lists, InternEvo's tokenized folders, jsonl and parquet files of text."""
+"""Where token sequences come from: lists, InternEvo's tokenized folders, plain text, conversations."""

@@ -1,0 +1,101 @@
+"""Plain text as samples: a paragraph is the lines between blank ones, and ends with the tokenizer's end token.
+
+A token that the tokenizer can only read as unknown stays in the text, and is not learned; `num_unknown` says how many
+there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from roll.data.sources.sample import Ids, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Paragraphs:
+    """The paragraphs of UTF-8 files, in the order given. Texts are read and tokenized again when they are asked for."""
+
+    def __init__(self, files: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase) -> None:
+        """Find the paragraphs of `files` and count their tokens.
+
+        Raises ValueError naming the file for what is no file or not UTF-8, and for a tokenizer without an end token.
+        """
+        if tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer has no end token, which ends a paragraph")
+        self._files = [Path(file) for file in files]
+        self._tokenizer = tokenizer
+        spans: list[tuple[int, int, int]] = []  # number of the file, first byte, byte behind the last
+        lengths: list[int] = []
+        self.num_unknown = 0
+        for number, file in enumerate(self._files):
+            content = _read(file)
+            for start, stop in _spans(content):
+                sample = self._sample(content[start:stop], "")
+                spans.append((number, start, stop))
+                lengths.append(len(sample))
+                self.num_unknown += int((~sample.in_loss).sum())
+        self._spans = np.array(spans, dtype=np.int64).reshape(-1, 3)
+        self._lengths = np.array(lengths, dtype=np.int64)
+
+    @property
+    def lengths(self) -> Ids:
+        """`[len]` int64."""
+        return self._lengths
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __getitem__(self, index: int) -> Sample:
+        """Read and tokenize a paragraph. Raises ValueError if the file has changed since."""
+        number, start, stop = self._spans[index].tolist()
+        file = self._files[number]
+        with file.open("rb") as stream:
+            stream.seek(start)
+            content = stream.read(stop - start)
+        sample = self._sample(content, f"{file} at byte {start}")
+        if len(sample) != self._lengths[index]:
+            was, now = self._lengths[index], len(sample)
+            raise ValueError(f"{sample.origin}: the paragraph had {was} tokens and now has {now}: the file has changed")
+        return sample
+
+    def _sample(self, content: bytes, origin: str) -> Sample:
+        end = self._tokenizer.eos_token_id
+        ids = self._tokenizer.encode(content.decode(errors="replace"))  # with whatever the tokenizer puts in front
+        if not ids or ids[-1] != end:
+            ids.append(end)
+        array = np.array(ids, dtype=np.int64)
+        unknown = self._tokenizer.unk_token_id
+        return Sample(array, np.ones(len(array), np.bool_) if unknown is None else array != unknown, origin)
+
+
+def _read(file: Path) -> bytes:
+    if not file.is_file():
+        raise ValueError(f"{file} is not a file")
+    content = file.read_bytes()
+    try:
+        content.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    return content
+
+
+def _spans(content: bytes) -> Iterator[tuple[int, int]]:
+    """First byte of each paragraph, and the byte behind its last line's text."""
+    start = stop = offset = 0
+    for line in content.splitlines(keepends=True):
+        if line.strip():
+            if stop <= start:
+                start = offset
+            stop = offset + len(line.rstrip())
+        elif stop > start:
+            yield start, stop
+            start = stop = offset
+        offset += len(line)
+    if stop > start:
+        yield start, stop
