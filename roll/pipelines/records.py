@@ -29,6 +29,16 @@ class JsonLinesFile:
         self._file.close()
 
 
+def keep_records(path: Path, last_step: int) -> list[dict[str, Any]]:
+    """Cut a file of records down to those of steps up to `last_step`, and return them; none if there is no file."""
+    if not path.is_file():
+        return []
+    records: list[dict[str, Any]] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    kept = [record for record in records if record["step"] is not None and record["step"] <= last_step]
+    replace_file(path, b"".join(map(to_json_line, kept)))
+    return kept
+
+
 def to_json_line(record: Mapping[str, Any]) -> bytes:
     """One object as UTF-8 JSON and a newline. Floats are written as `repr` writes them, so none loses a digit."""
     return (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()

@@ -8,7 +8,7 @@
                                under "step": null
       tensorboard/             the same metrics as TensorBoard events, timings under "time/"
       samples/step_00012.jsonl a few prompts with the model's responses
-      reward.png               the curves of reward and held-out exact match
+      reward.png               the curves of reward and held-out exact match, or another picture that is asked for
 
 Every file is whole at any moment, however the run ends.
 """
@@ -27,9 +27,10 @@ from rich.console import Console
 from torch.utils.tensorboard import SummaryWriter
 
 from roll.pipelines.display import Display, StepReport, start_display
-from roll.pipelines.plot import save_reward_picture
+from roll.pipelines.plot import REWARD_PICTURE, Picture, save_picture
 from roll.pipelines.records import (
     JsonLinesFile,
+    keep_records,
     plain_number,
     replace_file,
     split_not_finite,
@@ -37,9 +38,7 @@ from roll.pipelines.records import (
     to_json_line,
 )
 
-REWARD = "reward"
-EXACT_MATCH = "eval/exact_match"
-SHOWN_METRICS = (REWARD, EXACT_MATCH, "kl", "entropy", "loss")
+SHOWN_METRICS = ("reward", "eval/exact_match", "kl", "entropy", "loss")
 EVALUATION = "eval"
 """The phase whose seconds do not count for tokens/s: its tokens are not those of the step."""
 RESERVED_NAMES = ("step", "not_finite")
@@ -65,9 +64,9 @@ class RunTracker:
                 tracker.log(step, {"reward": 0.5, "kl": kl_tensor}, tokens=4096)
 
     `run_dir` is created. If it holds an earlier run, that run's files of the kinds above are deleted first, so that two
-    runs never mix; anything else in it (checkpoints, notes) stays. `shown` names the metrics on the display, where
-    "reward" and "eval/exact_match" are also the two curves of the picture, redrawn every `plot_every` steps and at the
-    end. On a console that is no terminal each step prints one line.
+    runs never mix; anything else in it (checkpoints, notes) stays. With `resume_after` that run goes on behind this
+    step: its records up to there are kept. `shown` names the metrics on the display. `picture` is redrawn every `plot_every`
+    steps and at the end. On a console that is no terminal each step prints one line.
 
     Raises ValueError if `run_dir` is a file.
     """
@@ -80,7 +79,9 @@ class RunTracker:
         total_steps: int,
         title: str,
         shown: Sequence[str] = SHOWN_METRICS,
+        picture: Picture = REWARD_PICTURE,
         plot_every: int = 5,
+        resume_after: int | None = None,
         console: Console | None = None,
     ) -> None:
         self.run_dir = Path(run_dir)
@@ -88,11 +89,13 @@ class RunTracker:
         self.total_steps = total_steps
         self._config_yaml = config_yaml
         self._shown = tuple(shown)
+        self._picture = picture
         self._plot_every = plot_every
+        self._resume_after = resume_after
         self._console = Console() if console is None else console
         self._resources = ExitStack()
-        self._curves: dict[str, list[tuple[int, float]]] = {REWARD: [], EXACT_MATCH: []}
-        self._last_step: int | None = None
+        self._curves: dict[str, list[tuple[int, float]]] = {name: [] for name in picture.metrics}
+        self._last_step = resume_after
         self._logged = 0
         self._phase_names: list[str] = []
         self._phase_seconds: dict[str, float] = {}
@@ -100,7 +103,10 @@ class RunTracker:
     def __enter__(self) -> RunTracker:
         if self.run_dir.exists() and not self.run_dir.is_dir():
             raise ValueError(f"run_dir must be a folder, {self.run_dir} is a file")
-        _remove_earlier_run(self.run_dir)
+        if self._resume_after is None:
+            _remove_earlier_run(self.run_dir, self._picture)
+        else:
+            self._keep_earlier_steps(self._resume_after)
         (self.run_dir / "samples").mkdir(parents=True, exist_ok=True)
         replace_file(self.run_dir / "config.yaml", self._config_yaml.encode())
         with ExitStack() as resources:  # closes what is open if a later one fails
@@ -109,7 +115,8 @@ class RunTracker:
             self._timings = JsonLinesFile(self.run_dir / "timings.jsonl")
             resources.callback(self._timings.close)
             resources.callback(self._write_last_phases)
-            self._events = SummaryWriter(str(self.run_dir / "tensorboard"))
+            unseen = None if self._resume_after is None else self._resume_after + 1
+            self._events = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=unseen)
             resources.callback(self._events.close)
             resources.callback(self._draw)
             self._display: Display = start_display(self._console, self.title, self.total_steps)
@@ -167,9 +174,7 @@ class RunTracker:
         self._display.show(report)
         for name, what in not_finite.items():
             self.note(f"step {step}: metric {name} is {what}")
-        for name, points in self._curves.items():
-            if name in values:  # NaN leaves a gap in the curve
-                points.append((step, values[name]))
+        self._add_points(step, values)
         if self._logged % self._plot_every == 0:
             self._draw()
 
@@ -184,6 +189,17 @@ class RunTracker:
     def note(self, text: str) -> None:
         """Print a line that stays above the live display."""
         self._display.note(text)
+
+    def _keep_earlier_steps(self, last_step: int) -> None:
+        keep_records(self.run_dir / "timings.jsonl", last_step)
+        for record in keep_records(self.run_dir / "metrics.jsonl", last_step):
+            not_finite = {name: float(what) for name, what in record.pop("not_finite", {}).items()}
+            self._add_points(record["step"], record | not_finite)
+
+    def _add_points(self, step: int, values: Mapping[str, int | float]) -> None:
+        for name, points in self._curves.items():
+            if name in values:  # NaN leaves a gap in the curve
+                points.append((step, values[name]))
 
     def _finish_step(self, step: int, values: Mapping[str, int | float], tokens: int | None) -> StepReport:
         """Write the timings of the step and start those of the next."""
@@ -209,13 +225,13 @@ class RunTracker:
 
     def _draw(self) -> None:
         if any(self._curves.values()):
-            reward, exact_match = self._curves[REWARD], self._curves[EXACT_MATCH]
-            save_reward_picture(self.run_dir / "reward.png", self.title, reward, exact_match)
+            curves = list(self._curves.values())
+            save_picture(self.run_dir / self._picture.file, self.title, self._picture, curves)
 
 
-def _remove_earlier_run(run_dir: Path) -> None:
+def _remove_earlier_run(run_dir: Path, picture: Picture) -> None:
     """Delete the files that a tracker writes, and nothing else."""
-    whole = [run_dir / name for name in ("config.yaml", "metrics.jsonl", "timings.jsonl", "reward.png")]
+    whole = [run_dir / name for name in ("config.yaml", "metrics.jsonl", "timings.jsonl", picture.file)]
     samples = [*run_dir.glob("samples/step_*.jsonl"), *run_dir.glob("samples/.step_*.jsonl.tmp")]
     events = run_dir.glob("tensorboard/events.out.tfevents.*")
     for path in [*whole, *map(temporary_path, whole), *samples, *events]:
