@@ -17,7 +17,7 @@ CODE  := $(wildcard roll tests examples benchmarks docs)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help .venv ppo ppo-pp2 test check format clean
+.PHONY: help .venv ppo ppo-pp2 sft test check format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[.a-z0-9-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -35,6 +35,9 @@ ppo: $(STAMP) ## PPO on a small task: warm start, then actor at tensor parallel 
 
 ppo-pp2: $(STAMP) ## the same run at pipeline parallel 2
 	$(BIN)/python examples/run_ppo.py --config examples/ppo_cpu_pp2.yaml $(ARGS)
+
+sft: $(STAMP) ## supervised training of a small model on packed text, two ranks
+	$(BIN)/python examples/run_sft.py --config examples/sft_cpu.yaml $(ARGS)
 
 # One thread per process: the tests start several ranks at once, and their sums must not depend on the core count.
 test: $(STAMP) ## the whole test suite

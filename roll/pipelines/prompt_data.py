@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from roll.checkpoint.tensor_sources import HfFolder
-from roll.config import ConfigError, ModelConfig, PPOConfig, Problem
+from roll.config import ConfigError, ModelConfig, ModelSource, PPOConfig, Problem
 from roll.data.prompts import encode_prompts, encode_supervised
 from roll.data.tasks import ReasoningTask, load_reward_function
 from roll.data.tokenizer import build_char_tokenizer
@@ -54,8 +54,8 @@ def load_prompt_data(config: PPOConfig) -> PromptData:
     )
     if config.model.path is not None:
         HfFolder(config.model.path, config.model.architecture).check("lm")
-    tokenizer = _tokenizer(config.model.path)
-    problems += _tokenizer_problems(config, tokenizer)
+    tokenizer = load_tokenizer(config.model.path)
+    problems += tokenizer_problems(config.model, tokenizer)
     if problems:
         raise ConfigError(problems)
     length, new_tokens = config.task.max_prompt_tokens, config.rollout.max_new_tokens
@@ -75,26 +75,27 @@ def _files_in_the_way(config: PPOConfig) -> Iterator[Problem]:
             yield Problem(setting, f"{folder} must be a folder, and is a file")
 
 
-def _tokenizer(folder: Path | None) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: Path | None, alphabet: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model's folder, or of characters where there is none. Raises ConfigError naming the folder."""
     if folder is None:
-        return build_char_tokenizer()
+        return build_char_tokenizer(alphabet)
     try:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:  # transformers raises either, without saying which setting it is about.
         raise ConfigError([Problem("model.path", f"{folder} has no usable tokenizer: {error}")]) from error
 
 
-def _tokenizer_problems(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Problem]:
+def tokenizer_problems(model: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Iterator[Problem]:
     """What does not fit between the model and its tokenizer."""
-    vocab_size = config.model.architecture.vocab_size
+    vocab_size = model.architecture.vocab_size
     if len(tokenizer) > vocab_size:
         yield Problem("model.config.vocab_size", f"{vocab_size} is less than the tokenizer's {len(tokenizer)} tokens")
     if tokenizer.eos_token_id is None:
-        yield Problem("model.path", f"the tokenizer of {config.model.path} has no eos_token, which ends a response")
-    if config.model.config is None:
+        yield Problem("model.path", f"the tokenizer of {model.path} has no eos_token, which ends a response")
+    if model.config is None:
         return
     for name in SPECIAL_IDS:  # null leaves the choice to the tokenizer; `write_untrained_model` fills it in.
-        ours, theirs = getattr(config.model.config, name), getattr(tokenizer, name)
+        ours, theirs = getattr(model.config, name), getattr(tokenizer, name)
         if ours is not None and ours != theirs:
             yield Problem(f"model.config.{name}", f"{ours} is not the tokenizer's, which is {theirs}")
 

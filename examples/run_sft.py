@@ -1,0 +1,50 @@
+"""Train a model on packed data from a config file and dotted overrides.
+
+    python examples/run_sft.py --config examples/sft_cpu.yaml steps=20 parallel.mode=isp parallel.sp=2 parallel.wp=2
+
+starts the ranks by itself. Under torchrun it is one of them:
+
+    torchrun --nproc-per-node 2 examples/run_sft.py --config examples/sft_cpu.yaml
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from roll.config import SFTConfig, load_config
+
+
+def main() -> int:
+    """The exit status: 0 done, 2 wrong settings, 130 stopped by Ctrl-C."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", type=Path, default=Path(__file__).with_name("sft_cpu.yaml"))
+    parser.add_argument("overrides", nargs="*", metavar="setting=value", help="e.g. steps=5")
+    arguments = parser.parse_intermixed_args()  # --config may stand between overrides.
+    try:
+        config = load_config(SFTConfig, arguments.config, arguments.overrides)
+        # Only now: a mistake in the settings is told in a second, these imports take several.
+        from roll.pipelines.local_ranks import run_on_ranks
+        from roll.pipelines.sft import run_sft
+        from roll.pipelines.sft_checkpoint import step_to_resume
+        from roll.pipelines.sft_data import load_sft_data
+
+        data = load_sft_data(config)
+        step_to_resume(config)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    try:
+        if "WORLD_SIZE" in os.environ:
+            run_sft(config, data)
+        else:
+            run_on_ranks(run_sft, config, data, world_size=config.world_size)
+            print(f"done: {config.run_dir}")
+    except KeyboardInterrupt:
+        print("stopped; every file that was begun is whole")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
