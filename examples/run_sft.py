@@ -30,7 +30,7 @@ def main() -> int:
         from roll.pipelines.sft_data import load_sft_data
 
         data = load_sft_data(config)
-        step_to_resume(config)
+        step_to_resume(config, data.train)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

@@ -64,13 +64,13 @@ def run_sft(config: SFTConfig, data: SFTData, console: Console | None = None) ->
         data: from `load_sft_data(config)`, which finds what is wrong before anything is started.
 
     Raises:
-        ValueError: the launcher has started another number of ranks, there is nothing to resume, or it belongs to
-            other data; on every rank alike.
+        ValueError: the launcher has started another number of ranks, or it cannot be resumed as `step_to_resume`
+            says; on every rank alike.
     """
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    launched = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if launched != config.world_size:
         raise ConfigError([Problem("world_size", f"{config.world_size}, but {launched} ranks were started")])
-    resume_after = step_to_resume(config)
+    resume_after = step_to_resume(config, data.train)
     with ExitStack() as cleanup:
         state = cleanup.enter_context(parallel_groups(config.parallel, timeout_s=config.process_group_timeout_s))
         checkpoints = SFTCheckpoints(config.run_dir)
@@ -154,7 +154,7 @@ class SFTRun:
         count = torch.tensor([self.loader.last.real, self.loader.last.total], device=self.strategy.device)
         dist.all_reduce(count, group=self.state.dp)
         real, total = count.tolist()
-        labels = metrics.pop("tokens")
+        labels = int(metrics.pop("tokens"))
         return metrics | {"labels": labels, "real_tokens": real / total}, real
 
     def evaluate(self) -> dict[str, float]:

@@ -17,21 +17,24 @@ from typing import Any
 
 from roll.checkpoint.folders import on_rank_0
 from roll.config import ConfigError, Problem, SFTConfig
-from roll.data.packed_loader import PackedLoader
+from roll.data import PackBatchSampler, PackedDataset, PackedLoader
 from roll.pipelines.records import replace_file
 from roll.strategies.base import TrainStrategy
 
 
 class SFTCheckpoints:
-    """The checkpoints of one run. All methods but `step` are collective over all ranks."""
+    """The checkpoints of one run. All methods but `newest` are collective over all ranks."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "checkpoints"
         self._newest = self._folder / "newest.json"
 
-    def step(self) -> int | None:
-        """The step behind which the newest checkpoint was made; None without one."""
-        return int(json.loads(self._newest.read_text())["step"]) if self._newest.is_file() else None
+    def newest(self) -> dict[str, Any] | None:
+        """What newest.json holds; None without a checkpoint."""
+        if not self._newest.is_file():
+            return None
+        state: dict[str, Any] = json.loads(self._newest.read_text())
+        return state
 
     def save(self, step: int, strategy: TrainStrategy, loader: PackedLoader) -> None:
         """Make the checkpoint behind `step` the newest, and the only one."""
@@ -40,8 +43,9 @@ class SFTCheckpoints:
         on_rank_0(lambda: self._commit(step, content))
 
     def load(self, strategy: TrainStrategy, loader: PackedLoader) -> None:
-        """Continue from the newest checkpoint. Raises ValueError if it belongs to other data."""
-        state: dict[str, Any] = on_rank_0(lambda: json.loads(self._newest.read_text()))
+        """Continue from the newest checkpoint, which is there. Raises ValueError if it belongs to other data."""
+        state = on_rank_0(self.newest)
+        assert state is not None
         loader.load_state_dict(state["loader"])
         strategy.load_checkpoint(self._of(state["step"]))
 
@@ -59,17 +63,22 @@ class SFTCheckpoints:
                 shutil.rmtree(older)
 
 
-def step_to_resume(config: SFTConfig) -> int | None:
-    """The step to continue behind; None for a run that starts anew.
+def step_to_resume(config: SFTConfig, dataset: PackedDataset) -> int | None:
+    """The step to continue behind; None for a run that starts anew. Nothing is changed by asking.
 
     Raises:
-        ConfigError: there is nothing to resume, or nothing left to do.
+        ConfigError: there is no checkpoint, it is behind the last step, or it belongs to other data.
     """
     if not config.resume:
         return None
-    step = SFTCheckpoints(config.run_dir).step()
-    if step is None:
+    state = SFTCheckpoints(config.run_dir).newest()
+    if state is None:
         raise ConfigError([Problem("resume", f"{config.run_dir} holds no checkpoint")])
+    step = int(state["step"])
     if step > config.steps:
         raise ConfigError([Problem("steps", f"{config.steps} is less than the checkpoint's {step}")])
+    try:  # A loader of its own, only to be asked.
+        PackedLoader(dataset, PackBatchSampler(len(dataset), micro_num=1)).load_state_dict(state["loader"])
+    except ValueError as error:
+        raise ConfigError([Problem("resume", str(error))]) from error
     return step

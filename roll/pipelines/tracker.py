@@ -65,8 +65,8 @@ class RunTracker:
 
     `run_dir` is created. If it holds an earlier run, that run's files of the kinds above are deleted first, so that two
     runs never mix; anything else in it (checkpoints, notes) stays. With `resume_after` that run goes on behind this
-    step: its records up to there are kept. `shown` names the metrics on the display. `picture` is redrawn every `plot_every`
-    steps and at the end. On a console that is no terminal each step prints one line.
+    step: its records up to there are kept. `shown` names the metrics on the display. `picture` is redrawn every
+    `plot_every` steps and at the end. On a console that is no terminal each step prints one line.
 
     Raises ValueError if `run_dir` is a file.
     """

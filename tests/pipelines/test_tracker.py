@@ -20,7 +20,7 @@ from matplotlib.image import imread
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from roll.pipelines.plot import reward_figure
+from roll.pipelines.plot import LOSS_PICTURE, loss_figure, reward_figure
 from roll.pipelines.records import replace_file
 from roll.pipelines.tracker import EVALUATION, RunTracker, Sample
 
@@ -309,3 +309,30 @@ def test_the_picture_has_two_curves_and_labelled_axes() -> None:
     assert below.get_xlabel() == "step" and above.get_title() == "PPO"
     (only,) = reward_figure("PPO", [(1, 0.5)], []).axes
     assert (only.get_xlabel(), only.get_ylabel()) == ("step", "mean reward")
+
+
+def test_a_resumed_run_goes_on_behind_the_step_that_it_is_told(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with tracker(run, picture=LOSS_PICTURE) as t:
+        for step, loss in enumerate((4.0, float("nan"), 2.0), start=1):
+            t.log(step, {"loss": loss})
+        with t.phase("save"):
+            pass
+    with tracker(run, picture=LOSS_PICTURE, resume_after=2) as t:
+        assert str(t._curves["loss"]) == "[(1, 4.0), (2, nan)]"
+        with pytest.raises(ValueError, match="step 2 was logged after step 2"):
+            t.log(2, {"loss": 3.0})
+        t.log(3, {"loss": 1.0})
+    assert [(line["step"], line["loss"]) for line in lines(run / "metrics.jsonl")] == [(1, 4.0), (2, None), (3, 1.0)]
+    assert [line["step"] for line in lines(run / "timings.jsonl")] == [1, 2, 3]
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")][::2] == [(1, 4.0), (3, 1.0)]
+    assert (run / "loss.png").is_file() and not (run / "reward.png").exists()
+
+
+def test_losses_share_their_axes() -> None:
+    (ax,) = loss_figure("SFT", [(1, 3.0), (2, 2.0)], [(0, 4.0), (2, 2.5)]).axes
+    assert [line.get_xydata().tolist() for line in ax.lines] == [[[1, 3.0], [2, 2.0]], [[0, 4.0], [2, 2.5]]]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["training", "held out"]
+    assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_title()) == ("step", "loss (nats per token)", "SFT")
