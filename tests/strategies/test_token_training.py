@@ -86,7 +86,7 @@ def ten_losses(folder: Path, layout: dict[str, Any], packed: bool) -> list[float
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "unpacked"])
 def test_ten_losses_are_the_same_under_every_mode(ranks: RankPool, folder: Path, packed: bool) -> None:
     (expected,) = ranks.run(ten_losses, folder, {}, packed, world_size=1)
-    assert expected[0] > expected[-2] > 0
+    assert len(set(expected)) == STEPS + 1  # the model moves, and so do the data
     for world_size, layout in MODES if packed else MODES[2:5]:
         reported = [losses for losses in ranks.run(ten_losses, folder, layout, packed, world_size=world_size) if losses]
         assert reported
