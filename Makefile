@@ -17,7 +17,7 @@ CODE  := $(wildcard roll tests examples benchmarks docs)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help .venv ppo ppo-pp2 sft test check format clean
+.PHONY: help .venv ppo ppo-pp2 sft sft-text test check format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[.a-z0-9-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -30,14 +30,17 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --no-input $(PIP_EXTRA) -c constraints.txt -e '.[dev]'
 	@touch $(STAMP)
 
-ppo: $(STAMP) ## PPO on a small task: warm start, then actor at tensor parallel 2
+ppo: $(STAMP) ## PPO on a small task from the model of make sft, which runs first if need be; actor at tensor parallel 2
 	$(BIN)/python examples/run_ppo.py --config examples/ppo_cpu.yaml $(ARGS)
 
 ppo-pp2: $(STAMP) ## the same run at pipeline parallel 2
 	$(BIN)/python examples/run_ppo.py --config examples/ppo_cpu_pp2.yaml $(ARGS)
 
-sft: $(STAMP) ## supervised training of a small model on packed text, two ranks
+sft: $(STAMP) ## supervised training of a small model from random weights; make ppo starts from its model
 	$(BIN)/python examples/run_sft.py --config examples/sft_cpu.yaml $(ARGS)
+
+sft-text: $(STAMP) ## the same on the text of this repository
+	$(BIN)/python examples/run_sft.py --config examples/sft_text_cpu.yaml $(ARGS)
 
 # One thread per process: the tests start several ranks at once, and their sums must not depend on the core count.
 test: $(STAMP) ## the whole test suite

@@ -12,19 +12,20 @@ from roll.config.model_parallel import check_parallel
 from roll.config.model_source import ModelSource
 from roll.config.optimizer import OptimizerSettings
 from roll.config.parallel import Mode, ParallelSettings
-from roll.config.ppo import PPOConfig, RaySettings, Role, TaskSettings
+from roll.config.ppo import PPOConfig, RaySettings, Role
 from roll.config.problems import ConfigError, Problem
 from roll.config.roles import (
     ReferenceSettings,
     RewardSettings,
     RolloutSettings,
     TrainRoleSettings,
-    WarmStartSettings,
 )
 from roll.config.rope import RopeScaling
 from roll.config.settings import Settings
-from roll.config.sft import RampUpSettings, SFTConfig, SFTDataSettings
+from roll.config.sft import RampUpSettings, SFTConfig
+from roll.config.sft_data import SFTDataSettings
 from roll.config.strategy import DType, Head, StrategyName, StrategySettings
+from roll.config.task import TaskSettings
 
 __all__ = [
     "FAMILIES",
@@ -56,7 +57,6 @@ __all__ = [
     "StrategySettings",
     "TaskSettings",
     "TrainRoleSettings",
-    "WarmStartSettings",
     "check_parallel",
     "dump_config",
     "load_config",

@@ -27,12 +27,15 @@ EXTENDS = "extends"
 def load_config(cls: type[S], path: Path | str, overrides: Sequence[str] = ()) -> S:
     """Read `path`, apply `overrides` in order, resolve interpolations and validate the whole as a `cls`.
 
-    A file may name another one to start from, seen from its own folder, and then holds only what differs:
+    A file, or a section in it, may name another file to start from, seen from its own folder, and then holds only what
+    differs:
 
         extends: ppo_cpu.yaml
         actor: {parallel: {tp: 1, pp: 2}}
+        warm_start: {extends: sft_cpu.yaml, steps: 300}
 
-    Sections are merged key by key; lists and values are replaced.
+    Sections are merged key by key; lists and values are replaced. Interpolations are seen from the whole config, in a
+    section's file too, so `${.name}` reaches its neighbours there.
 
     Args:
         cls: the class of the whole config.
@@ -81,7 +84,6 @@ def _read(path: Path, extending: tuple[Path, ...] = ()) -> DictConfig:
         raise ConfigError([Problem(str(path), f"extends itself: {chain}")])
     try:
         tree = OmegaConf.load(path)
-        base = tree.pop(EXTENDS, None) if isinstance(tree, DictConfig) else None
     except FileNotFoundError as error:
         by = f", which {extending[-1]} extends" if extending else ""
         raise ConfigError([Problem(str(path), f"there is no such config file{by}")]) from error
@@ -89,11 +91,25 @@ def _read(path: Path, extending: tuple[Path, ...] = ()) -> DictConfig:
         raise ConfigError([Problem(str(path), f"cannot be read: {_one_line(error)}")]) from error
     if not isinstance(tree, DictConfig):
         raise ConfigError([Problem(str(path), "must hold a mapping of settings, got a list")])
+    return _extended(tree, path, (*extending, path))
+
+
+def _extended(section: DictConfig, path: Path, extending: tuple[Path, ...]) -> DictConfig:
+    """A section of `path` with every `extends` in it replaced by what it names."""
+    try:
+        base = section.pop(EXTENDS, None)
+    except OmegaConfBaseException as error:
+        raise ConfigError([Problem(str(path), f"cannot be read: {_one_line(error)}")]) from error
+    for key in list(section):
+        if OmegaConf.is_interpolation(section, key) or OmegaConf.is_missing(section, key):
+            continue
+        if isinstance(section[key], DictConfig):
+            section[key] = _extended(section[key], path, extending)
     if base is None:
-        return tree
+        return section
     if not isinstance(base, str):
         raise ConfigError([Problem(f"{path}: {EXTENDS}", f"must be the name of a file, got {base!r}")])
-    merged = OmegaConf.merge(_read(path.parent / base, (*extending, path)), tree)
+    merged = OmegaConf.merge(_read(path.parent / base, extending), section)
     assert isinstance(merged, DictConfig)
     return merged
 

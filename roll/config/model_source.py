@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from roll.config.model import ModelConfig
 from roll.config.problems import Check, ConfigError, Problem, UnavailableError
@@ -35,24 +36,29 @@ class ModelSource(Settings):
             yield Problem("", f"exactly one of path and config must be set, the other null; got {given}")
 
 
-def folder_problems(model: ModelSource) -> Iterator[Problem]:
-    """What is wrong with the config.json of `model.path`."""
-    if model.path is None or model.config is not None:
-        return
+def folder_problems(setting: str, folder: Path) -> Iterator[Problem]:
+    """What is wrong with the config.json of a model folder, which `setting` names."""
     try:
-        ModelConfig.from_folder(model.path)
+        ModelConfig.from_folder(folder)
     except ConfigError as error:
         for problem in error.problems:
-            yield Problem("model.path", str(problem))
+            yield Problem(setting, str(problem))
 
 
 def architecture_of(model: ModelSource) -> ModelConfig:
     """The architecture, for checks. Raises UnavailableError where `folder_problems` or the section's own check says why
     there is none.
     """
-    if model.path is None and model.config is None:
+    if model.config is not None:
+        return model.config
+    if model.path is None:
         raise UnavailableError("there is no model")
+    return architecture_in(model.path)
+
+
+def architecture_in(folder: Path) -> ModelConfig:
+    """The architecture of a model folder, likewise."""
     try:
-        return model.architecture
+        return ModelConfig.from_folder(folder)
     except ConfigError as error:
         raise UnavailableError("the model folder is not usable") from error

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from string import Formatter
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, StringConstraints
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, StringConstraints
 
 from roll.config.algorithm import PPOSettings
-from roll.config.model_source import ModelSource
+from roll.config.model import ModelConfig
 from roll.config.ppo_checks import ppo_checks
 from roll.config.problems import Check
 from roll.config.roles import (
@@ -19,40 +18,13 @@ from roll.config.roles import (
     RewardSettings,
     RolloutSettings,
     TrainRoleSettings,
-    WarmStartSettings,
 )
 from roll.config.settings import Settings
+from roll.config.sft import SFTConfig
 from roll.config.strategy import DType, FolderPath, Head, StrategySettings
+from roll.config.task import TaskSettings
 
-Role = Literal["actor", "critic", "reference", "rollout", "warm_start"]
-
-
-def _prompt_template(value: str) -> str:
-    try:
-        fields = [field for field in Formatter().parse(value) if field[1] is not None]
-    except ValueError as error:
-        raise ValueError(f"is not a format string ({error})") from error
-    plain = all(name is not None and name.isidentifier() and not (spec or how) for _, name, spec, how in fields)
-    if not (fields and plain):
-        raise ValueError("must say what is filled in, by plain names in braces such as {question}")
-    return value
-
-
-class TaskSettings(Settings):
-    """The problems: a data set of reasoning-gym, drawn from the run's seed."""
-
-    name: str = "chain_sum"
-    """Name of the data set in reasoning-gym."""
-    params: dict[str, Any] = Field(default_factory=dict)
-    """Settings of that data set, as reasoning-gym names them."""
-    prompt: Annotated[str, AfterValidator(_prompt_template)] = "{question}"
-    """Template of a prompt: {question} is the problem's text, and each key of its metadata has a name as well."""
-    max_prompt_tokens: PositiveInt
-    """Longest prompt in tokens; a longer one is refused."""
-    train_size: PositiveInt
-    """Problems to train on."""
-    eval_size: PositiveInt
-    """Held-out problems, none of which is trained on."""
+Role = Literal["actor", "critic", "reference", "rollout"]
 
 
 class RaySettings(Settings):
@@ -74,17 +46,19 @@ class PPOConfig(Settings):
     output_dir: FolderPath = Path("runs")
     """Folder that holds the folders of runs, seen from the working directory."""
     seed: NonNegativeInt = 0
-    """Seed of everything that is random."""
+    """Seed of everything that is random, but for the problems and the warm start, which have their own."""
     temperature: PositiveFloat = 1.0
     """Temperature of sampling, and of every log-probability and entropy."""
     dtype: DType = "float32"
     """Type of weights and activations of all roles."""
-    model: ModelSource
-    """Where the model comes from."""
+    model_path: FolderPath | None = None
+    """Folder in Hugging Face layout that the run starts from, seen from the working directory; null: what warm_start
+    makes."""
+    warm_start: SFTConfig | None = None
+    """The supervised run whose final model this run starts from, which runs first where it has not run yet; given if,
+    and only if, there is no model_path."""
     task: TaskSettings
     """What the model learns."""
-    warm_start: WarmStartSettings | None = None
-    """The supervised phase that makes the model; given if, and only if, model.config is."""
     ppo: PPOSettings
     """The algorithm."""
     actor: TrainRoleSettings
@@ -110,20 +84,23 @@ class PPOConfig(Settings):
         """The folder of this run."""
         return self.output_dir / self.name
 
+    @property
+    def architecture(self) -> ModelConfig:
+        """The architecture of the model. Raises ConfigError if the folder that has it is unusable."""
+        if self.warm_start is not None:
+            return self.warm_start.model.architecture
+        assert self.model_path is not None, "exactly one of model_path and warm_start is set"
+        return ModelConfig.from_folder(self.model_path)
+
     def strategy_settings(self, role: Role, model_path: Path) -> StrategySettings:
         """What the strategy of `role` is built from.
 
         Args:
-            role: `warm_start` for the supervised phase: random weights, and log-probabilities at temperature 1.
-            model_path: folder of the model, which is not `model.path` if the warm start made it.
+            model_path: folder of the model: `model_path`, or the one that the warm start made.
         """
         common: dict[str, Any] = {"model_path": model_path, "dtype": self.dtype, "seed": self.seed}
         if role == "rollout":
             return StrategySettings(name=self.rollout.strategy, temperature=self.temperature, **common)
-        if role == "warm_start":
-            assert self.warm_start is not None, "a model that was loaded has no warm start"
-            common |= _model_role(self.warm_start)
-            return StrategySettings(name="megatron_train", init="random", optimizer=self.warm_start.optimizer, **common)
         common["temperature"] = self.temperature
         if role == "reference":
             return StrategySettings(name=self.reference.strategy, **common, **_model_role(self.reference))

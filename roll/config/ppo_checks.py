@@ -10,15 +10,16 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
+from roll.config.model import ModelConfig
 from roll.config.model_parallel import model_split_checks, world_size_checks
-from roll.config.model_source import architecture_of, folder_problems
+from roll.config.model_source import architecture_in, architecture_of, folder_problems
 from roll.config.problems import Check, Problem, UnavailableError, run_checks
 from roll.config.roles import ModelRoleSettings
 
 if TYPE_CHECKING:
     from roll.config.ppo import PPOConfig
 
-MODEL_ROLES = ("warm_start", "actor", "critic", "reference")
+MODEL_ROLES = ("actor", "critic", "reference")
 TRAIN_ROLES = ("actor", "critic")
 
 # An adaptive KL weight changes by at most this fraction of (rows of a step / horizon); see roll.algorithms.kl.
@@ -27,8 +28,9 @@ LARGEST_KL_ERROR = 0.2
 
 def ppo_checks(config: PPOConfig) -> Iterator[Check]:
     """All checks across the sections of `config`."""
+    yield partial(_one_model, config)
     yield partial(_model_folder_is_usable, config)
-    yield partial(_warm_start_belongs_to_config, config)
+    yield partial(_warm_start_has_another_name, config)
     for role in MODEL_ROLES:
         yield partial(_model_fits_ranks, config, role)
         yield partial(_degrees_fit_world_size, config, role)
@@ -36,21 +38,18 @@ def ppo_checks(config: PPOConfig) -> Iterator[Check]:
     yield partial(_sequence_fits_context, config)
     yield partial(_prompts_suffice, config)
     yield partial(_rows_make_mini_batches, config)
-    for role in ("actor", "critic", "reference"):
+    for role in MODEL_ROLES:
         yield partial(_rows_divide_over_ranks, config, role)
     yield partial(_rows_divide_over_rollout, config)
     yield partial(_held_out_divides_over_rollout, config)
     for role in TRAIN_ROLES:
         yield partial(_mini_batch_divides_over_ranks, config, role)
-    yield partial(_warm_start_batch_divides_over_ranks, config)
-    yield partial(_problems_suffice_for_warm_start, config)
     yield partial(_kl_horizon_is_long_enough, config)
 
 
 def _role(config: PPOConfig, role: str) -> ModelRoleSettings:
     settings = getattr(config, role)
-    if settings is None:
-        raise UnavailableError(f"there is no {role}")
+    assert isinstance(settings, ModelRoleSettings)
     return settings
 
 
@@ -61,20 +60,34 @@ def _data_parallel_size(config: PPOConfig, role: str) -> int:
     return settings.data_parallel_size
 
 
+def _one_model(config: PPOConfig) -> Iterator[Problem]:
+    if (config.model_path is None) == (config.warm_start is None):
+        given = "neither" if config.model_path is None else f"model_path {str(config.model_path)!r} and a warm_start"
+        yield Problem(
+            "model_path", f"exactly one of model_path and warm_start must be set, the other null; got {given}"
+        )
+
+
 def _model_folder_is_usable(config: PPOConfig) -> Iterator[Problem]:
-    yield from folder_problems(config.model)
+    if config.model_path is not None and config.warm_start is None:
+        yield from folder_problems("model_path", config.model_path)
 
 
-def _warm_start_belongs_to_config(config: PPOConfig) -> Iterator[Problem]:
-    path, architecture = config.model.path, config.model.config
-    if architecture is not None and config.warm_start is None:
-        yield Problem("warm_start", "model.config is set, so the warm start has to make the weights; got null")
-    if architecture is None and path is not None and config.warm_start is not None:
-        yield Problem("warm_start", f"must be null, because the weights are those of model.path {str(path)!r}")
+def _warm_start_has_another_name(config: PPOConfig) -> Iterator[Problem]:
+    if config.warm_start is not None and config.warm_start.run_dir == config.run_dir:
+        yield Problem("warm_start.name", f"must not be the name of this run, whose folder is {config.run_dir}")
+
+
+def _architecture(config: PPOConfig) -> ModelConfig:
+    if config.warm_start is not None:
+        return architecture_of(config.warm_start.model)
+    if config.model_path is None:
+        raise UnavailableError("there is no model")
+    return architecture_in(config.model_path)
 
 
 def _model_fits_ranks(config: PPOConfig, role: str) -> Iterator[Problem]:
-    checks = model_split_checks(architecture_of(config.model), _role(config, role).parallel)
+    checks = model_split_checks(_architecture(config), _role(config, role).parallel)
     yield from _under(role, checks)
 
 
@@ -96,7 +109,7 @@ def _row_fits_budget(config: PPOConfig, role: str) -> Iterator[Problem]:
 
 
 def _sequence_fits_context(config: PPOConfig) -> Iterator[Problem]:
-    model = architecture_of(config.model)
+    model = _architecture(config)
     context = model.context_length
     if config.task.max_prompt_tokens + config.rollout.max_new_tokens > context:
         longest = _longest_row(config)
@@ -151,20 +164,6 @@ def _mini_batch_divides_over_ranks(config: PPOConfig, role: str) -> Iterator[Pro
     size = config.ppo.mini_batch_size
     if size % _data_parallel_size(config, role):
         yield Problem("ppo.mini_batch_size", f"{size} is not a multiple of {_data_parallel(config, role)}")
-
-
-def _warm_start_batch_divides_over_ranks(config: PPOConfig) -> Iterator[Problem]:
-    if config.warm_start is None:
-        return
-    size = config.warm_start.batch_size
-    if size % _data_parallel_size(config, "warm_start"):
-        yield Problem("warm_start.batch_size", f"{size} is not a multiple of {_data_parallel(config, 'warm_start')}")
-
-
-def _problems_suffice_for_warm_start(config: PPOConfig) -> Iterator[Problem]:
-    if config.warm_start is not None and config.task.train_size < config.warm_start.batch_size:
-        problems = f"{config.task.train_size} is less than warm_start.batch_size {config.warm_start.batch_size}"
-        yield Problem("task.train_size", problems)
 
 
 def _data_parallel(config: PPOConfig, role: str) -> str:

@@ -28,6 +28,10 @@ class ConfigError(ValueError):
         self.problems = tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
+    def under(self, parent: str) -> ConfigError:
+        """The same problems, seen from the section that holds `parent`."""
+        return ConfigError([problem.under(parent) for problem in self.problems])
+
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
         return type(self), (self.problems,)
 

@@ -44,17 +44,6 @@ class ReferenceSettings(ModelRoleSettings):
     """The strategy that runs the model; the reference is never trained."""
 
 
-class WarmStartSettings(ModelRoleSettings):
-    """The short supervised phase on the task's own solutions that makes a model from nothing. Its result is cached."""
-
-    steps: PositiveInt
-    """Optimizer steps."""
-    batch_size: PositiveInt
-    """Solved problems per step, over all data-parallel ranks."""
-    optimizer: OptimizerSettings
-    """How the weights are updated."""
-
-
 class RolloutSettings(Settings):
     """Generation of responses. Each rank holds a whole copy of the actor's weights."""
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, Strict, StringConstraints
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, Strict, StringConstraints
 
 from roll.config.model_parallel import model_split_checks, world_size_checks
 from roll.config.model_source import ModelSource, architecture_of, folder_problems
@@ -14,31 +14,8 @@ from roll.config.optimizer import OptimizerSettings
 from roll.config.parallel import ParallelSettings
 from roll.config.problems import Check, Problem, run_checks
 from roll.config.settings import Settings
+from roll.config.sft_data import SFTDataSettings
 from roll.config.strategy import DType, StrategySettings
-
-Files = Annotated[tuple[str, ...], Strict(False)]
-SourceKind = Literal["text", "conversations", "tokenized"]
-
-
-class SFTDataSettings(Settings):
-    """What the model learns from, and what it is measured on."""
-
-    kind: SourceKind
-    """text: UTF-8 files, a sample for each paragraph; conversations: jsonl or parquet with messages, or prompt and
-    response; tokenized: InternEvo's .bin files, or folders of them."""
-    files: Annotated[Files, Field(min_length=1)]
-    """Files to train on, seen from the working directory; patterns such as docs/**/*.md stand for what matches them."""
-    held_out_files: Files = ()
-    """Files that are only measured on."""
-    held_out_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the samples, drawn by the run's seed, that is only measured on; with no `held_out_files`."""
-
-    def checks(self) -> Iterable[Check]:
-        return (self._held_out_once,)
-
-    def _held_out_once(self) -> Iterator[Problem]:
-        if self.held_out_files and self.held_out_share:
-            yield Problem("held_out_share", f"must be 0 where there are held_out_files, got {self.held_out_share}")
 
 
 class RampUpSettings(Settings):
@@ -132,7 +109,12 @@ class SFTConfig(Settings):
         )
 
     def _model_folder_is_usable(self) -> Iterator[Problem]:
-        yield from folder_problems(self.model)
+        folder = self.model.path
+        if folder is None or self.model.config is not None:
+            return
+        yield from folder_problems("model.path", folder)
+        if folder.absolute().is_relative_to(self.run_dir.absolute()):
+            yield Problem("name", f"model.path {str(folder)!r} lies in the folder of this run, which replaces it")
 
     def _alphabet_has_a_model(self) -> Iterator[Problem]:
         if self.alphabet is not None and self.model.path is not None:

@@ -62,6 +62,7 @@ _MODULES = {
     "Paragraphs": "sources.paragraphs",
     "Sample": "sources.sample",
     "SampleSource": "sources.sample",
+    "TaskAnswers": "sources.task_answers",
     "TextFiles": "sources.text_files",
     "TokenizedFolder": "sources.tokenized_folder",
     "build_pack": "pack",

@@ -1,7 +1,6 @@
-"""Task items as batches: prompts for a rollout, prompts with their answers for supervised steps, and their order.
+"""Task items as token ids: prompts for a rollout, answers to learn from, and the order in which prompts are drawn.
 
-B rows, P = max_prompt_tokens, N = max_new_tokens. Prompts are padded on the left and end at column P - 1, responses
-start at column P and are padded on the right.
+B rows, P = max_prompt_tokens. Prompts are padded on the left and end at column P - 1.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from roll.protocol import DataProto
 def encode_prompts(items: Sequence[TaskItem], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> DataProto:
     """Prompts of a batch: `input_ids` and `attention_mask` [B, P] int64, and per row `prompt` (str), `entry` (dict).
 
-    Raises ValueError for a prompt that is empty, longer than `max_prompt_tokens`, or not in the tokenizer's alphabet.
+    Raises ValueError as `prompt_ids` does.
     """
-    prompts = _prompt_ids(items, tokenizer, max_prompt_tokens)
+    prompts = prompt_ids(items, tokenizer, max_prompt_tokens)
     pad = _token_id(tokenizer, "pad_token")
     rows = [[pad] * (max_prompt_tokens - len(ids)) + ids for ids in prompts]
     masks = [[0] * (max_prompt_tokens - len(ids)) + [1] * len(ids) for ids in prompts]
@@ -31,35 +30,49 @@ def encode_prompts(items: Sequence[TaskItem], tokenizer: PreTrainedTokenizerBase
     return DataProto.from_dict(tensors, _row_objects(items))
 
 
-def encode_supervised(
-    items: Sequence[TaskItem], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int, max_new_tokens: int
-) -> DataProto:
-    """Prompts with their answers: `input_ids`, `attention_mask`, `response_mask` [B, P + N] int64, `prompt`, `entry`.
+def prompt_ids(
+    items: Sequence[TaskItem], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int
+) -> list[list[int]]:
+    """Token ids of each prompt, with whatever the tokenizer itself puts in front (e.g. `<s>`).
 
-    The response is the answer's tokens and the end token; `response_mask` is 1 on them.
-
-    Example, P = 4, N = 3, "1+" with answer "2": tokens `<pad> <pad> 1 + 2 <eos> <pad>`, attention_mask 0011110,
-    response_mask 0000110.
-
-    Raises ValueError as `encode_prompts` does, and for an item without an answer or whose answer and end token are
-    more than `max_new_tokens`.
+    Raises ValueError for a prompt that is empty, longer than `max_prompt_tokens`, or not in the tokenizer's alphabet.
     """
-    prompts = _prompt_ids(items, tokenizer, max_prompt_tokens)
-    answers = _answer_ids(items, tokenizer, max_new_tokens)
-    pad = _token_id(tokenizer, "pad_token")
-    rows, attention, response = [], [], []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        before, after = max_prompt_tokens - len(prompt), max_new_tokens - len(answer)
-        rows.append([pad] * before + prompt + answer + [pad] * after)
-        attention.append([0] * before + [1] * (len(prompt) + len(answer)) + [0] * after)
-        response.append([0] * max_prompt_tokens + [1] * len(answer) + [0] * after)
-    width = max_prompt_tokens + max_new_tokens
-    tensors = {
-        "input_ids": _matrix(rows, width),
-        "attention_mask": _matrix(attention, width),
-        "response_mask": _matrix(response, width),
-    }
-    return DataProto.from_dict(tensors, _row_objects(items))
+    check_characters((item.prompt for item in items), tokenizer, what="prompts")
+    prompts = [tokenizer.encode(item.prompt) for item in items]
+    for index, ids in enumerate(prompts):
+        if not ids:
+            raise ValueError(f"prompt {index} is empty: there is no token to continue from")
+        if len(ids) > max_prompt_tokens:
+            raise ValueError(
+                f"prompt {index} has {len(ids)} tokens, max_prompt_tokens is {max_prompt_tokens}: "
+                f"{items[index].prompt!r}"
+            )
+    return prompts
+
+
+def answer_ids(
+    items: Sequence[TaskItem], tokenizer: PreTrainedTokenizerBase, max_new_tokens: int | None = None
+) -> list[list[int]]:
+    """Token ids of each answer and the end token.
+
+    Raises ValueError for an item without an answer, one that is longer than `max_new_tokens` with its end token, or
+    not in the tokenizer's alphabet.
+    """
+    end = _token_id(tokenizer, "eos_token")
+    texts = []
+    for index, item in enumerate(items):
+        if item.answer is None:
+            raise ValueError(f"item {index} has no answer to learn from: its task names no single one")
+        texts.append(item.answer)
+    check_characters(texts, tokenizer, what="answers")
+    answers = [[*tokenizer.encode(text, add_special_tokens=False), end] for text in texts]
+    for index, ids in enumerate(answers):
+        if max_new_tokens is not None and len(ids) > max_new_tokens:
+            raise ValueError(
+                f"answer {index} has {len(ids)} tokens with its end token, max_new_tokens is {max_new_tokens}: "
+                f"{texts[index]!r}"
+            )
+    return answers
 
 
 class PromptSampler:
@@ -113,42 +126,6 @@ class PromptSampler:
     def _shuffle(self, epoch: int) -> list[int]:
         order: list[int] = np.random.default_rng([self.seed, epoch]).permutation(self.num_items).tolist()
         return order
-
-
-def _prompt_ids(
-    items: Sequence[TaskItem], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int
-) -> list[list[int]]:
-    """Token ids of each prompt, with whatever the tokenizer itself puts in front (e.g. `<s>`)."""
-    check_characters((item.prompt for item in items), tokenizer, what="prompts")
-    prompts = [tokenizer.encode(item.prompt) for item in items]
-    for index, ids in enumerate(prompts):
-        if not ids:
-            raise ValueError(f"prompt {index} is empty: there is no token to continue from")
-        if len(ids) > max_prompt_tokens:
-            raise ValueError(
-                f"prompt {index} has {len(ids)} tokens, max_prompt_tokens is {max_prompt_tokens}: "
-                f"{items[index].prompt!r}"
-            )
-    return prompts
-
-
-def _answer_ids(items: Sequence[TaskItem], tokenizer: PreTrainedTokenizerBase, max_new_tokens: int) -> list[list[int]]:
-    """Token ids of each answer and the end token."""
-    end = _token_id(tokenizer, "eos_token")
-    texts = []
-    for index, item in enumerate(items):
-        if item.answer is None:
-            raise ValueError(f"item {index} has no answer to learn from: its task names no single one")
-        texts.append(item.answer)
-    check_characters(texts, tokenizer, what="answers")
-    answers = [[*tokenizer.encode(text, add_special_tokens=False), end] for text in texts]
-    for index, ids in enumerate(answers):
-        if len(ids) > max_new_tokens:
-            raise ValueError(
-                f"answer {index} has {len(ids)} tokens with its end token, max_new_tokens is {max_new_tokens}: "
-                f"{texts[index]!r}"
-            )
-    return answers
 
 
 def _token_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int:

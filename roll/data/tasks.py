@@ -32,6 +32,8 @@ from typing import Any
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
+from roll.config import TaskSettings
+
 Entry = dict[str, Any]
 RewardFunction = Callable[[list[str], list[Entry]], list[float]]
 
@@ -86,6 +88,18 @@ class ReasoningTask:
         _check_params(name, self.params)
         self._fields = _template_fields(prompt_template)
         self.train, self.eval = self._split(train_size, eval_size)
+
+    @classmethod
+    def of(cls, settings: TaskSettings) -> ReasoningTask:
+        """The task that the settings ask for."""
+        return cls(
+            settings.name,
+            settings.params,
+            train_size=settings.train_size,
+            eval_size=settings.eval_size,
+            seed=settings.seed,
+            prompt_template=settings.prompt,
+        )
 
     def _split(self, train_size: int, eval_size: int) -> tuple[tuple[TaskItem, ...], tuple[TaskItem, ...]]:
         held_out: dict[str, TaskItem] = {}

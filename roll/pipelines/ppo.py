@@ -19,13 +19,11 @@ from roll.data.prompts import PromptSampler
 from roll.pipelines.experience import StepMetrics, add_advantages
 from roll.pipelines.prompt_data import PromptData
 from roll.pipelines.roles import Roles, place_roles, ranks_of_roles, start_roles
+from roll.pipelines.sft import FINAL_MODEL
 from roll.pipelines.tracker import EVALUATION, RunTracker, Sample
-from roll.pipelines.warm_start import model_folder
+from roll.pipelines.warm_start import find_model, make_model
 from roll.protocol import DataProto
 from roll.workers import Cluster, start_ray
-
-FINAL_MODEL = "final"
-"""The folder of a run that holds the trained policy in Hugging Face layout."""
 
 
 def run_ppo(config: PPOConfig, data: PromptData, console: Console | None = None) -> Path:
@@ -43,9 +41,12 @@ def run_ppo(config: PPOConfig, data: PromptData, console: Console | None = None)
     console = console or Console()
     most_ranks = max(ranks_of_roles(config).values())
     with ExitStack() as cleanup:
+        model = find_model(config)
+        if model is None:
+            assert config.warm_start is not None and data.warm_start is not None
+            model = make_model(config.warm_start, data.warm_start, console)
         if start_ray(config.ray.address, config.ray.num_cpus or most_ranks):
             cleanup.callback(ray.shutdown)
-        model = model_folder(config, data, console).absolute()
         tracker = cleanup.enter_context(
             RunTracker(
                 config.run_dir,
@@ -57,7 +58,7 @@ def run_ppo(config: PPOConfig, data: PromptData, console: Console | None = None)
         )
         placement = cleanup.enter_context(place_roles(config))
         with tracker.phase("start"):
-            roles = start_roles(config, model, data.tokenizer, placement)
+            roles = start_roles(config, model.absolute(), data.tokenizer, placement)
         PPOPipeline(config, data, roles, tracker).run()
     return config.run_dir
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from roll.checkpoint.tensor_sources import HfFolder
-from roll.config import ConfigError, ModelConfig, ModelSource, PPOConfig, Problem
-from roll.data.prompts import encode_prompts, encode_supervised
+from roll.config import ConfigError, PPOConfig, Problem
+from roll.data.prompts import answer_ids, encode_prompts
 from roll.data.tasks import ReasoningTask, load_reward_function
-from roll.data.tokenizer import build_char_tokenizer
+from roll.pipelines.model_start import tokenizer_in
+from roll.pipelines.sft_data import SFTData, load_sft_data
+from roll.pipelines.warm_start import find_model, held_out_problems
 from roll.protocol import DataProto
-
-SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True)
@@ -29,79 +27,45 @@ class PromptData:
     """All training prompts, `[train_size, max_prompt_tokens]`."""
     held_out: DataProto
     """All held-out prompts, `[eval_size, max_prompt_tokens]`."""
-    supervised: DataProto | None
-    """All training prompts with their answers, `[train_size, max_prompt_tokens + max_new_tokens]`, for a warm start."""
+    warm_start: SFTData | None = None
+    """What the warm start learns from, if it has to run first."""
 
 
 def load_prompt_data(config: PPOConfig) -> PromptData:
     """Build the task and encode its prompts; a mistake in the settings, or in what they name, shows here.
 
     Raises:
-        ValueError: no such task or reward function; a model folder without fitting weights or a usable tokenizer;
-            special ids that are not the tokenizer's; more token ids than the model has; a prompt that is too long or
-            has characters that the tokenizer does not know; with a warm start, an answer likewise, or none at all; a
-            file where the run's folder should be.
+        ValueError: no such task or reward function; a model folder without fitting weights or a usable tokenizer; a
+            prompt that is too long or has characters that the tokenizer does not know; a file where the run's folder
+            should be; a warm start that cannot run, whose folder holds another run, that learns held-out problems, or
+            whose answers are too long for a response.
     """
     problems = list(_files_in_the_way(config))
     load_reward_function(config.reward.function)
-    task = ReasoningTask(
-        config.task.name,
-        config.task.params,
-        train_size=config.task.train_size,
-        eval_size=config.task.eval_size,
-        seed=config.seed,
-        prompt_template=config.task.prompt,
-    )
-    if config.model.path is not None:
-        HfFolder(config.model.path, config.model.architecture).check("lm")
-    tokenizer = load_tokenizer(config.model.path)
-    problems += tokenizer_problems(config.model, tokenizer)
+    task = ReasoningTask.of(config.task)
+    problems += held_out_problems(config, task)
     if problems:
         raise ConfigError(problems)
-    length, new_tokens = config.task.max_prompt_tokens, config.rollout.max_new_tokens
-    has_warm_start = config.warm_start is not None
-    return PromptData(
-        task,
-        tokenizer,
-        encode_prompts(task.train, tokenizer, length),
-        encode_prompts(task.eval, tokenizer, length),
-        encode_supervised(task.train, tokenizer, length, new_tokens) if has_warm_start else None,
+    model, warm_start = find_model(config), None
+    if model is not None:
+        HfFolder(model, config.architecture).check("lm")
+        tokenizer = tokenizer_in("model_path", model, config.architecture)
+    else:
+        assert config.warm_start is not None, "there is one where there is no model"
+        try:
+            warm_start = load_sft_data(config.warm_start)
+        except ConfigError as error:
+            raise error.under("warm_start") from error
+        tokenizer = warm_start.tokenizer
+    if config.warm_start is not None and config.warm_start.data.task is not None:
+        answer_ids(task.train, tokenizer, config.rollout.max_new_tokens)  # What is learned must fit into a response.
+    train, held_out = (
+        encode_prompts(items, tokenizer, config.task.max_prompt_tokens) for items in (task.train, task.eval)
     )
+    return PromptData(task, tokenizer, train, held_out, warm_start)
 
 
 def _files_in_the_way(config: PPOConfig) -> Iterator[Problem]:
     for setting, folder in (("output_dir", config.output_dir), ("name", config.run_dir)):
         if folder.exists() and not folder.is_dir():
             yield Problem(setting, f"{folder} must be a folder, and is a file")
-
-
-def load_tokenizer(folder: Path | None, alphabet: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model's folder, or of characters where there is none. Raises ConfigError naming the folder."""
-    if folder is None:
-        return build_char_tokenizer(alphabet)
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:  # transformers raises either, without saying which setting it is about.
-        raise ConfigError([Problem("model.path", f"{folder} has no usable tokenizer: {error}")]) from error
-
-
-def tokenizer_problems(model: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Iterator[Problem]:
-    """What does not fit between the model and its tokenizer."""
-    vocab_size = model.architecture.vocab_size
-    if len(tokenizer) > vocab_size:
-        yield Problem("model.config.vocab_size", f"{vocab_size} is less than the tokenizer's {len(tokenizer)} tokens")
-    if tokenizer.eos_token_id is None:
-        yield Problem("model.path", f"the tokenizer of {model.path} has no eos_token, which ends a response")
-    if model.config is None:
-        return
-    for name in SPECIAL_IDS:  # null leaves the choice to the tokenizer; `write_untrained_model` fills it in.
-        ours, theirs = getattr(model.config, name), getattr(tokenizer, name)
-        if ours is not None and ours != theirs:
-            yield Problem(f"model.config.{name}", f"{ours} is not the tokenizer's, which is {theirs}")
-
-
-def write_untrained_model(folder: Path, model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """A Hugging Face folder without weights: config.json with the tokenizer's special ids, and the tokenizer."""
-    ids = {name: getattr(tokenizer, name) for name in SPECIAL_IDS}
-    tokenizer.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(model.model_copy(update=ids).to_hf_dict(), indent=2))

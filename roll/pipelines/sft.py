@@ -6,6 +6,7 @@ No Ray is needed: the ranks are what torchrun starts, or `roll.pipelines.local_r
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -27,8 +28,8 @@ from roll.data import (
     load_batch,
 )
 from roll.parallel.state import ParallelState, parallel_groups
+from roll.pipelines.model_start import write_untrained_model
 from roll.pipelines.plot import LOSS_PICTURE
-from roll.pipelines.prompt_data import write_untrained_model
 from roll.pipelines.sft_checkpoint import SFTCheckpoints, step_to_resume
 from roll.pipelines.sft_data import SFTData
 from roll.pipelines.tracker import EVALUATION, RunTracker
@@ -76,6 +77,8 @@ def run_sft(config: SFTConfig, data: SFTData, console: Console | None = None) ->
         checkpoints = SFTCheckpoints(config.run_dir)
         if resume_after is None:
             checkpoints.remove()
+        # Where there is a final model, it is that of the settings beside it.
+        on_rank_0(lambda: shutil.rmtree(config.run_dir / FINAL_MODEL, ignore_errors=True))
         tracker: RunTracker | Unseen = Unseen()
         if state.rank == state.degrees.reporters[0]:
             tracker = cleanup.enter_context(

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from glob import glob
-from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from roll.checkpoint.tensor_sources import HfFolder
 from roll.config import ConfigError, Problem, SFTConfig
 from roll.data.packed_dataset import PackedDataset
-from roll.data.sources.paragraphs import Paragraphs
-from roll.data.sources.part import hold_out
 from roll.data.sources.sample import SampleSource
-from roll.data.sources.text_files import TextFiles
-from roll.data.sources.tokenized_folder import TokenizedFolder
-from roll.pipelines.prompt_data import load_tokenizer, tokenizer_problems
+from roll.pipelines.model_start import tokenizer_of
+from roll.pipelines.sft_sources import open_sources
 
 
 @dataclass(frozen=True)
@@ -44,25 +38,19 @@ def load_sft_data(config: SFTConfig) -> SFTData:
         raise ConfigError([Problem("name", f"{config.run_dir} must be a folder, and is a file")])
     if config.model.path is not None:
         HfFolder(config.model.path, config.model.architecture).check("lm")
-    tokenizer = load_tokenizer(config.model.path, config.alphabet)
-    problems = list(tokenizer_problems(config.model, tokenizer))
-    if problems:
-        raise ConfigError(problems)
-    files = config.data
-    source = _source(config, "files", files.files, tokenizer)
-    train: SampleSource = source
-    held_out: SampleSource | None = None
-    if files.held_out_share:
-        train, held_out = hold_out(source, files.held_out_share, config.seed)
-    elif files.held_out_files:
-        held_out = _source(config, "held_out_files", files.held_out_files, tokenizer)
-    packs = _packs(config, train, config.seed)
-    notes = [f"{len(train)} samples to train on, {packs.num_tokens} tokens in {len(packs)} packs"]
-    if held_out is not None:
-        notes.append(f"{len(held_out)} samples held out, {held_out.lengths.sum()} tokens")
-    if isinstance(source, Paragraphs) and source.num_unknown:
-        notes.append(f"{source.num_unknown} tokens are unknown to the tokenizer, and are not learned")
-    return SFTData(tokenizer, packs, None if held_out is None else _packs(config, held_out, None), tuple(notes))
+    try:
+        tokenizer = tokenizer_of(config.model, config.alphabet)
+    except ConfigError as error:
+        raise error.under("model") from error
+    sources = open_sources(config, tokenizer)
+    train = _packs(config, sources.train, config.seed)
+    held_out = None if sources.held_out is None else _packs(config, sources.held_out, None)
+    notes = [f"{len(sources.train)} samples to train on, {train.num_tokens} tokens in {len(train)} packs"]
+    if sources.held_out is not None:
+        notes.append(f"{len(sources.held_out)} samples held out, {sources.held_out.lengths.sum()} tokens")
+    if sources.num_unknown:
+        notes.append(f"{sources.num_unknown} tokens are unknown to the tokenizer, and are not learned")
+    return SFTData(tokenizer, train, held_out, tuple(notes))
 
 
 def _packs(config: SFTConfig, source: SampleSource, seed: int | None) -> PackedDataset:
@@ -74,32 +62,3 @@ def _packs(config: SFTConfig, source: SampleSource, seed: int | None) -> PackedD
         seed=seed,
         vocab_size=config.model.architecture.vocab_size,
     )
-
-
-def _source(
-    config: SFTConfig, setting: str, patterns: Sequence[str], tokenizer: PreTrainedTokenizerBase
-) -> SampleSource:
-    paths = _matches(setting, patterns)
-    match config.data.kind:
-        case "text":
-            return Paragraphs(paths, tokenizer)
-        case "conversations":
-            return TextFiles(paths, tokenizer)
-        case "tokenized":
-            if len(paths) > 1:
-                found = ", ".join(map(str, paths))
-                raise ConfigError(
-                    [Problem(f"data.{setting}", f"tokenized data are one folder or .bin file; got {found}")]
-                )
-            return TokenizedFolder(paths[0])
-
-
-def _matches(setting: str, patterns: Sequence[str]) -> list[Path]:
-    """The paths that `patterns` stand for, each once, those of one pattern sorted."""
-    paths: dict[Path, None] = {}
-    for pattern in patterns:
-        found = [pattern] if Path(pattern).exists() else sorted(glob(pattern, recursive=True))
-        if not found:
-            raise ConfigError([Problem(f"data.{setting}", f"nothing is at {pattern!r}")])
-        paths |= dict.fromkeys(map(Path, found))
-    return list(paths)

@@ -1,78 +1,73 @@
-"""The short supervised phase that makes a small model from nothing, so that PPO has a policy to improve.
+"""The supervised run that makes the model which PPO starts from: found where it has run, or run now.
 
-It uses the actor's own strategy, with cross-entropy on the task's answers. The result is kept, under a name that
-depends on every setting that shaped it.
+It is the run that `examples/run_sft.py` makes of the same settings, in the same folder.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.progress import track
 
-from roll.config import PPOConfig, Role
-from roll.data.micro_batches import with_plan
-from roll.data.prompts import PromptSampler
-from roll.parallel import ParallelDegrees
-from roll.pipelines.prompt_data import PromptData, write_untrained_model
-from roll.platform import get_platform
-from roll.workers import Cluster, Placement, PlacementLayout
-from roll.workers.model_roles import ActorWorker
+from roll.config import ConfigError, PPOConfig, Problem, SFTConfig, load_config
+from roll.data.tasks import ReasoningTask
+from roll.pipelines.local_ranks import run_on_ranks
+from roll.pipelines.sft import FINAL_MODEL, run_sft
+from roll.pipelines.sft_data import SFTData
 
-ROLE: Role = "warm_start"
+NOT_OF_THE_MODEL = frozenset({"output_dir", "eval_every", "save_every", "resume", "process_group_timeout_s"})
+"""Settings of a supervised run that its final model does not depend on."""
 
 
-def model_folder(config: PPOConfig, data: PromptData, console: Console) -> Path:
-    """The folder of the model that the run starts from: `model.path`, or the warm start's, made now if need be.
+def find_model(config: PPOConfig) -> Path | None:
+    """The folder of the model that the run starts from; None if the warm start has to make it.
 
-    Ray must be running.
+    Raises ConfigError if the folder of the warm start holds a finished run with other settings.
     """
-    if config.model.path is not None:
-        return config.model.path
-    folder = config.output_dir / f"warm_start-{_fingerprint(config)}"
-    if folder.is_dir():
-        console.print(f"warm start: using {folder}")
-    else:
-        console.print(f"warm start: making {folder}")
-        _train(config, data, folder, console)
-    return folder
+    warm_start = config.warm_start
+    if warm_start is None:
+        return config.model_path
+    final = warm_start.run_dir / FINAL_MODEL
+    if not final.is_dir():
+        return None
+    made_with = load_config(SFTConfig, warm_start.run_dir / "config.yaml")
+    differing = list(_differences(_shaping(made_with), _shaping(warm_start)))
+    if differing:
+        text = f"{warm_start.run_dir} holds a run with other settings ({'; '.join(differing)})"
+        raise ConfigError([Problem("warm_start", f"{text}; remove it, or give warm_start.name another value")])
+    return final
 
 
-def _fingerprint(config: PPOConfig) -> str:
-    """Ten hex digits over what the warm start depends on."""
-    parts = config.model_dump(mode="json", include={"seed", "dtype", "model", "task", "warm_start"})
-    parts["max_new_tokens"] = config.rollout.max_new_tokens
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:10]
+def make_model(warm_start: SFTConfig, data: SFTData, console: Console) -> Path:
+    """Run the warm start on ranks of this machine; the folder of its final model."""
+    console.print(f"warm start: making {warm_start.run_dir}")
+    run_on_ranks(run_sft, warm_start.model_copy(update={"resume": False}), data, world_size=warm_start.world_size)
+    return warm_start.run_dir / FINAL_MODEL
 
 
-def _train(config: PPOConfig, data: PromptData, folder: Path, console: Console) -> None:
-    settings = config.warm_start
-    batch = data.supervised
-    assert settings is not None and config.model.config is not None and batch is not None  # The config's own checks.
-    degrees = ParallelDegrees.of(settings.parallel, settings.world_size)
-    sampler = PromptSampler(len(batch), settings.batch_size, config.seed)
-    layout = PlacementLayout({ROLE: settings.world_size}, device=get_platform().ray_resource)
-    with tempfile.TemporaryDirectory() as untrained, Placement(layout) as placement:
-        write_untrained_model(Path(untrained), config.model.config, data.tokenizer)
-        actor = Cluster(
-            ActorWorker,
-            role=ROLE,
-            degrees=degrees,
-            placement=placement,
-            worker_kwargs={
-                "settings": config.strategy_settings(ROLE, Path(untrained)),
-                "timeout_s": config.process_group_timeout_s,
-            },
-            call_timeout_s=config.ray.call_timeout_s,
+def held_out_problems(config: PPOConfig, task: ReasoningTask) -> Iterator[Problem]:
+    """Answers to held-out problems show nothing if the warm start learns them."""
+    theirs = None if config.warm_start is None else config.warm_start.data.task
+    if theirs is None or theirs == config.task:
+        return
+    learned = {item.prompt for item in ReasoningTask.of(theirs).train}
+    both = [item.prompt for item in task.eval if item.prompt in learned]
+    if both:
+        yield Problem(
+            "task", f"{len(both)} of its held-out problems are learned in the warm start, such as {both[0]!r}"
         )
-        actor.call("initialize")
-        loss = float("nan")
-        for _ in track(range(settings.steps), description="warm start", console=console, transient=True):
-            rows = batch.select_idxs(next(sampler))
-            loss = actor.call("train_supervised", with_plan(rows, degrees.dp, settings.micro_batch))[0]["loss"]
-        actor.call("save_hf", folder.absolute())
-    console.print(f"warm start: {settings.steps} steps, last loss {loss:.3f}")
+
+
+def _shaping(config: SFTConfig) -> dict[str, Any]:
+    return config.model_dump(mode="json", exclude=set(NOT_OF_THE_MODEL))
+
+
+def _differences(theirs: Any, ours: Any, path: str = "") -> Iterator[str]:
+    """Each setting that differs, with its values there and here."""
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        for name in dict.fromkeys([*theirs, *ours]):
+            yield from _differences(theirs.get(name), ours.get(name), f"{path}.{name}" if path else name)
+    elif theirs != ours:
+        yield f"{path} {theirs!r} there, {ours!r} here"

@@ -1,4 +1,4 @@
-"""The losses of PPO's and of supervised training's steps, as `train_step` calls them.
+"""The losses of PPO's steps, as `train_step` calls them.
 
 Each takes a strategy for its per-token results and knows nothing of how that strategy's model is split. Bind the
 first arguments with `functools.partial`.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from roll.algorithms.aggregate import aggregate_loss
-from roll.algorithms.losses import cross_entropy, entropy_loss, policy_loss, value_loss
+from roll.algorithms.losses import entropy_loss, policy_loss, value_loss
 from roll.config import PPOSettings
 from roll.protocol import DataProto
 from roll.strategies.base import ModelOutput, TrainStrategy
@@ -46,11 +46,3 @@ def value_objective(strategy: TrainStrategy, ppo: PPOSettings, data: DataProto, 
     loss = aggregate_loss(per_token, mask, data.normalizers, ppo.loss_agg)
     clipped = aggregate_loss(diagnostics["clipped"], mask, data.normalizers)
     return loss, {"clip_fraction": clipped}
-
-
-def supervised_objective(strategy: TrainStrategy, data: DataProto, output: ModelOutput) -> Loss:
-    """Mean cross-entropy of the response tokens."""
-    assert data.normalizers is not None
-    mask = data["response_mask"][:, 1:]
-    log_probs = strategy.op_compute_log_probs(output, data["input_ids"], data["response_mask"])
-    return aggregate_loss(cross_entropy(log_probs, mask), mask, data.normalizers), {}

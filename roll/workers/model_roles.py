@@ -13,7 +13,7 @@ from roll.config import PPOSettings, StrategySettings
 from roll.parallel.state import init_parallel
 from roll.protocol import DataProto
 from roll.strategies import MegatronInferStrategy, MegatronTrainStrategy, Metrics, ModelOutput
-from roll.strategies.objectives import policy_objective, supervised_objective, value_objective
+from roll.strategies.objectives import policy_objective, value_objective
 from roll.workers.dispatch import Dispatch, register
 from roll.workers.worker import Worker
 
@@ -83,11 +83,6 @@ class ActorWorker(TrainWorker):
     def train_policy(self, batch: DataProto, ppo: PPOSettings) -> Metrics:
         """One optimizer step of the policy loss."""
         return self.strategy.train_step(batch, partial(policy_objective, self.strategy, ppo))
-
-    @register(Dispatch.DP_MP_DISPATCH_FIRST)
-    def train_supervised(self, batch: DataProto) -> Metrics:
-        """One optimizer step of cross-entropy on the responses."""
-        return self.strategy.train_step(batch, partial(supervised_objective, self.strategy))
 
 
 class CriticWorker(TrainWorker):

@@ -11,17 +11,22 @@ from roll.config import ConfigError, PPOConfig, load_config
 
 BASE = """
 name: base
-model:
-  config:
-    vocab_size: 64
-    hidden_size: 128
-    intermediate_size: 384
-    num_hidden_layers: 6
-    num_attention_heads: 8
-    num_key_value_heads: 4
-    max_position_embeddings: 64
+warm_start:
+  name: made
+  model:
+    config:
+      vocab_size: 64
+      hidden_size: 128
+      intermediate_size: 384
+      num_hidden_layers: 6
+      num_attention_heads: 8
+      num_key_value_heads: 4
+      max_position_embeddings: 64
+  data: {kind: text, files: [a.txt]}
+  seq_len: 64
+  steps: 5
+  optimizer: {lr: 1e-3}
 task: {max_prompt_tokens: 40, train_size: 100, eval_size: 10}
-warm_start: {steps: 5, batch_size: 12, optimizer: {lr: 1e-3}}
 ppo:
   steps: 3
   prompts_per_step: 8

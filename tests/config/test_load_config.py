@@ -110,8 +110,8 @@ def test_wrong_types(complaints: Complaints, override: str, line: str) -> None:
         ("critic.lr", "critic.optimizer.lr"),
         ("ppo.max_new_tokens", "rollout.max_new_tokens"),
         ("ppo.kl.coeff", "ppo.kl.coef"),
-        ("warm_start.mini_batch_size", "warm_start.batch_size"),
-        ("model.config.n_layers", "model.config.num_hidden_layers"),
+        ("warm_start.micro_size", "warm_start.micro_bsz"),
+        ("warm_start.model.config.n_layers", "warm_start.model.config.num_hidden_layers"),
         ("temprature", "temperature"),
         ("actro", "actor"),
     ],
@@ -143,14 +143,15 @@ def test_all_problems_at_once(complaints: Complaints) -> None:
         "rollout.max_new_tokens=30",
         "critic.optimizer={lr: 1.0, schedule: linear}",
         "output_dir=${nowhere}",
-        "warm_start=null",
+        "model_path=there",
     ) == [
         "override 'not_an_override': must be dotted.path=value",
         "output_dir: Interpolation key 'nowhere' not found",
         "ppo.steps: must be greater than 0, got 0",
         "actor.parallel.tpp: unknown setting; did you mean actor.parallel.tp?",
         "rollout.strategy: must be 'hf', got 'vllm'",
-        "warm_start: model.config is set, so the warm start has to make the weights; got null",
+        "model_path: exactly one of model_path and warm_start must be set, the other null; "
+        "got model_path 'there' and a warm_start",
         "actor.parallel.pp: 4 does not divide the model's num_hidden_layers 6; 3 would fit",
         "actor.world_size: 2 is not a multiple of parallel.tp 2 x pp 4 x cp 1 = 8",
         "task.max_prompt_tokens: task.max_prompt_tokens 40 + rollout.max_new_tokens 30 = 70, "
@@ -163,16 +164,16 @@ def test_all_problems_at_once(complaints: Complaints) -> None:
 
 def test_an_unusable_setting_skips_only_its_own_checks(complaints: Complaints) -> None:
     wrong = "must be a valid integer, got 'x'"
-    assert complaints("actor.parallel.tp=x", "actor.parallel.pp=4", "task.train_size=11", "critic.world_size=5") == [
+    assert complaints("actor.parallel.tp=x", "actor.parallel.pp=4", "task.train_size=7", "critic.world_size=5") == [
         f"actor.parallel.tp: {wrong}",
         "actor.parallel.pp: 4 does not divide the model's num_hidden_layers 6; 3 would fit",
+        "task.train_size: 7 is less than ppo.prompts_per_step 8",
         "critic.world_size: the data-parallel degree of critic, 5 ranks / 1 per copy = 5 does not divide "
         "ppo.prompts_per_step 8 x ppo.responses_per_prompt 3 = 24 rows",
         "ppo.mini_batch_size: 12 is not a multiple of the data-parallel degree of critic, 5 ranks / 1 per copy = 5",
-        "task.train_size: 11 is less than warm_start.batch_size 12",
     ]
-    assert complaints("model.config.num_hidden_layers=x", "actor.parallel.tp=8", "actor.world_size=8") == [
-        f"model.config.num_hidden_layers: {wrong}",
+    assert complaints("warm_start.model.config.num_hidden_layers=x", "actor.parallel.tp=8", "actor.world_size=8") == [
+        f"warm_start.model.config.num_hidden_layers: {wrong}",
         "actor.parallel.tp: 8 does not divide the model's num_key_value_heads 4; 4 would fit",
     ]
     assert complaints("critic.micro_batch.rows=${gone}", "critic.micro_batch.max_tokens=null") == [
@@ -186,8 +187,10 @@ def test_a_missing_setting_is_named(tmp_path: Path) -> None:
     path.write_text("", encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         load_config(PPOConfig, path)
-    required = ["name", "model", "task", "ppo", "actor", "critic", "rollout"]
-    assert str(caught.value).splitlines() == [f"{name}: this setting is required, but not given" for name in required]
+    required = ["name", "task", "ppo", "actor", "critic", "rollout"]
+    missing = [f"{name}: this setting is required, but not given" for name in required]
+    one = "model_path: exactly one of model_path and warm_start must be set, the other null; got neither"
+    assert str(caught.value).splitlines() == [*missing, one]
 
 
 @pytest.mark.parametrize("override", ["rate", "=1", ".=1", "inner..size=1", "--verbose", ""])
@@ -262,6 +265,15 @@ def test_extends(tmp_path: Path) -> None:
     assert outer == Outer(rate=0.2, pair=(3, 4), inner=Inner(size=6, text="x0.2"))
 
 
+def test_a_section_may_extend_a_file_too(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "inner.yaml").write_text("extends: other.yaml\ntext: r=${rate}", encoding="utf-8")
+    (tmp_path / "below" / "other.yaml").write_text("size: 7\ntext: gone", encoding="utf-8")
+    text = "rate: 0.25\ninner: {extends: below/inner.yaml}\nfree: {a: {extends: below/other.yaml, size: '${.text}'}}"
+    outer = load_text(tmp_path, text, "rate=0.5", "inner.size=8")
+    assert outer == Outer(rate=0.5, inner=Inner(size=8, text="r=0.5"), free={"a": {"size": "gone", "text": "gone"}})
+
+
 def test_extends_refusals(tmp_path: Path) -> None:
     one, two = tmp_path / "one.yaml", tmp_path / "two.yaml"
     one.write_text("extends: two.yaml", encoding="utf-8")
@@ -269,6 +281,10 @@ def test_extends_refusals(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(Outer, one)
     assert str(caught.value) == f"{one}: extends itself: {one} -> {two} -> {one}"
+
+    two.write_text("inner: {extends: one.yaml}", encoding="utf-8")
+    with pytest.raises(ConfigError, match="extends itself"):
+        load_config(Outer, two)
 
     two.write_text("extends: gone.yaml", encoding="utf-8")
     with pytest.raises(ConfigError) as caught:

@@ -21,20 +21,23 @@ REFUSALS = {
     "critic.parallel.pp=2": ["critic.world_size: 1 is not a multiple of parallel.tp 1 x pp 2 x cp 1 = 2"],
     "reference.parallel.pp=2": ["reference.world_size: 1 is not a multiple of parallel.tp 1 x pp 2 x cp 1 = 2"],
     "warm_start.parallel.pp=2": ["warm_start.world_size: 1 is not a multiple of parallel.tp 1 x pp 2 x cp 1 = 2"],
-    "model.config.num_attention_heads=4 actor.parallel.tp=8 actor.world_size=8": [
+    "warm_start.model.config.num_attention_heads=4 actor.parallel.tp=8 actor.world_size=8": [
         "actor.parallel.tp: 8 does not divide the model's num_attention_heads 4; 4 would fit",
         "actor.parallel.tp: 8 does not divide the model's num_key_value_heads 4; 4 would fit",
     ],
     "actor.parallel.tp=8 actor.world_size=8": [
         "actor.parallel.tp: 8 does not divide the model's num_key_value_heads 4; 4 would fit"
     ],
-    "model.config.vocab_size=65": ["actor.parallel.tp: 2 does not divide the model's vocab_size 65; 1 would fit"],
-    "model.config.intermediate_size=383": [
+    "warm_start.model.config.vocab_size=65": [
+        "actor.parallel.tp: 2 does not divide the model's vocab_size 65; 1 would fit"
+    ],
+    "warm_start.model.config.intermediate_size=383": [
         "actor.parallel.tp: 2 does not divide the model's intermediate_size 383; 1 would fit"
     ],
     # Heads that tp divides make a hidden size that tp divides, so that one never stands alone.
-    "model.config.hidden_size=30 model.config.num_attention_heads=3 model.config.num_key_value_heads=3 "
-    "actor.parallel.tp=4 actor.world_size=4 model.config.vocab_size=64": [
+    "warm_start.model.config.hidden_size=30 warm_start.model.config.num_attention_heads=3 "
+    "warm_start.model.config.num_key_value_heads=3 actor.parallel.tp=4 actor.world_size=4 "
+    "warm_start.model.config.vocab_size=64": [
         "actor.parallel.tp: 4 does not divide the model's num_attention_heads 3; 1 would fit",
         "actor.parallel.tp: 4 does not divide the model's num_key_value_heads 3; 1 would fit",
         "actor.parallel.tp: 4 does not divide the model's hidden_size 30; 1 would fit",
@@ -42,8 +45,8 @@ REFUSALS = {
     "actor.parallel.pp=4 actor.world_size=8": [
         "actor.parallel.pp: 4 does not divide the model's num_hidden_layers 6; 3 would fit"
     ],
-    "model.config.num_attention_heads=10 model.config.num_key_value_heads=10": [
-        "model.config.num_attention_heads: 10 does not divide hidden_size 128"
+    "warm_start.model.config.num_attention_heads=10 warm_start.model.config.num_key_value_heads=10": [
+        "warm_start.model.config.num_attention_heads: 10 does not divide hidden_size 128"
     ],
     "actor.parallel.cp=2 actor.world_size=4": [
         "actor.parallel.cp: context parallelism is not available yet: cp must be 1, got 2"
@@ -71,18 +74,13 @@ REFUSALS = {
     ],
     "rollout.world_size=5": [f"rollout.world_size: 5 does not divide {ROWS}"],
     "rollout.world_size=3": ["task.eval_size: 10 is not a multiple of rollout.world_size 3"],
-    "warm_start.world_size=5": [
-        "warm_start.batch_size: 12 is not a multiple of the data-parallel degree of warm_start, "
-        "5 ranks / 1 per copy = 5"
-    ],
-    "task.train_size=7 warm_start.batch_size=7": ["task.train_size: 7 is less than ppo.prompts_per_step 8"],
-    "warm_start.batch_size=101": ["task.train_size: 100 is less than warm_start.batch_size 101"],
+    "task.train_size=7": ["task.train_size: 7 is less than ppo.prompts_per_step 8"],
     # lengths
     "rollout.max_new_tokens=25": [
         "task.max_prompt_tokens: task.max_prompt_tokens 40 + rollout.max_new_tokens 25 = 65, "
         "exceeds the model's max_position_embeddings 64"
     ],
-    "rollout.max_new_tokens=89 model.config.rope_scaling={rope_type: linear, factor: 2.0}": [
+    "rollout.max_new_tokens=89 warm_start.model.config.rope_scaling={rope_type: linear, factor: 2.0}": [
         "task.max_prompt_tokens: task.max_prompt_tokens 40 + rollout.max_new_tokens 89 = 129, "
         "exceeds the model's context of 128 tokens (max_position_embeddings 64, scaled by rope_scaling.factor)"
     ],
@@ -96,14 +94,19 @@ REFUSALS = {
         "critic.micro_batch: exactly one of max_tokens and rows must be set, the other null; got neither"
     ],
     # the model's source
-    "model.config=null": ["model: exactly one of path and config must be set, the other null; got neither"],
-    "model.path=some/folder": [
-        "model: exactly one of path and config must be set, the other null; got path 'some/folder' and a config"
+    "warm_start.model.config=null": [
+        "warm_start.model: exactly one of path and config must be set, the other null; got neither"
     ],
-    "warm_start=null": ["warm_start: model.config is set, so the warm start has to make the weights; got null"],
-    "model={path: no/such/folder, config: null} warm_start=null": [
-        "model.path: no/such/folder: there is no such model folder"
+    "warm_start=null": [
+        "model_path: exactly one of model_path and warm_start must be set, the other null; got neither"
     ],
+    "model_path=some/folder": [
+        "model_path: exactly one of model_path and warm_start must be set, the other null; "
+        "got model_path 'some/folder' and a warm_start"
+    ],
+    "model_path=no/such/folder warm_start=null": ["model_path: no/such/folder: there is no such model folder"],
+    "warm_start.name=base": ["warm_start.name: must not be the name of this run, whose folder is runs/base"],
+    "warm_start.seq_len=65": ["warm_start.seq_len: 65 is over the model's context of 64 tokens"],
     # roles
     "actor.strategy=megatron_infer": ["actor.strategy: must be 'megatron_train', got 'megatron_infer'"],
     "critic.strategy=deepspeed": ["critic.strategy: must be 'megatron_train', got 'deepspeed'"],
@@ -162,7 +165,7 @@ def test_base_is_accepted(base: Path) -> None:
         ["actor.world_size=8", "actor.parallel.mode=msp"],
         ["actor.micro_batch={rows: 1, max_tokens: null}", "ppo.kl={kind: fixed, coef: 0, target: null, horizon: 1}"],
         ["rollout.max_new_tokens=24", "critic.micro_batch.max_tokens=64"],  # exactly the context, exactly one row
-        ["task.train_size=8", "warm_start.batch_size=8", "ppo.mini_batch_size=24", "ppo.kl.horizon=4.81"],
+        ["task.train_size=8", "ppo.mini_batch_size=24", "ppo.kl.horizon=4.81"],
         ["actor.micro_batch.rows=1"],  # the budget of tokens was never asked for
         ["task.prompt='{expression} ='"],
     ],
@@ -174,27 +177,22 @@ def test_limits_that_just_fit(base: Path, overrides: list[str]) -> None:
 def test_a_model_folder_gives_the_architecture(base: Path, complaints: Complaints, model: ModelConfig) -> None:
     folder = base.parent / "model"
     folder.mkdir()
-    source = [f"model={{path: {folder}, config: null}}", "warm_start=null"]
-    assert complaints(*source) == [f"model.path: {folder}: the model folder has no config.json"]
+    source = [f"model_path={folder}", "warm_start=null"]
+    assert complaints(*source) == [f"model_path: {folder}: the model folder has no config.json"]
 
     (folder / "config.json").write_text(json.dumps(model.to_hf_dict()), encoding="utf-8")
-    assert load_config(PPOConfig, base, source).model.architecture == model
+    assert load_config(PPOConfig, base, source).architecture == model
     assert complaints(*source, "actor.parallel.tp=8", "actor.world_size=8") == [
         "actor.parallel.tp: 8 does not divide the model's num_key_value_heads 4; 4 would fit"
-    ]
-    assert complaints(source[0]) == [
-        f"warm_start: must be null, because the weights are those of model.path '{folder}'"
     ]
 
     (folder / "config.json").write_text('{"model_type": "gpt2"}', encoding="utf-8")
     assert complaints(*source) == [
-        f"model.path: {folder}/config.json: model_type: only 'internlm2', 'llama', 'mistral', 'qwen2' and 'qwen3' "
+        f"model_path: {folder}/config.json: model_type: only 'internlm2', 'llama', 'mistral', 'qwen2' and 'qwen3' "
         "are supported, got 'gpt2'"
     ]
 
 
 @pytest.fixture
 def model(base: Path) -> ModelConfig:
-    model = load_config(PPOConfig, base).model.config
-    assert model is not None
-    return model
+    return load_config(PPOConfig, base).architecture

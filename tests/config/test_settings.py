@@ -19,6 +19,7 @@ from roll.config import (
     PPOConfig,
     Problem,
     Settings,
+    SFTConfig,
     StrategySettings,
     load_config,
 )
@@ -69,16 +70,14 @@ def test_strategy_settings_by_hand(tmp_path: Path) -> None:
 def test_ppo_config_is_checked_without_a_file(base: Path) -> None:
     data = load_config(PPOConfig, base).model_dump()
     assert PPOConfig(**data).name == "base"
-    data["task"]["train_size"] = 11
-    with pytest.raises(ValueError, match=r"task\.train_size: 11 is less than warm_start.batch_size 12"):
+    data["task"]["train_size"] = 7
+    with pytest.raises(ValueError, match=r"task\.train_size: 7 is less than ppo.prompts_per_step 8"):
         PPOConfig(**data)
 
 
 def test_strategy_settings_of_each_role(base: Path, tmp_path: Path) -> None:
     config = load_config(PPOConfig, base, ["temperature=0.7", "seed=5", "dtype=bfloat16", "critic.micro_batch.rows=3"])
-    assert config.warm_start is not None
-    common: dict[str, Any] = {"model_path": tmp_path, "seed": 5, "dtype": "bfloat16"}
-    sampled = {**common, "temperature": 0.7}
+    sampled: dict[str, Any] = {"model_path": tmp_path, "seed": 5, "dtype": "bfloat16", "temperature": 0.7}
     actor, critic = config.actor, config.critic
     assert config.strategy_settings("actor", tmp_path) == StrategySettings(
         name="megatron_train", parallel=ParallelSettings(tp=2), optimizer=actor.optimizer, **sampled
@@ -92,9 +91,6 @@ def test_strategy_settings_of_each_role(base: Path, tmp_path: Path) -> None:
     )
     assert config.strategy_settings("reference", tmp_path) == StrategySettings(name="megatron_infer", **sampled)
     assert config.strategy_settings("rollout", tmp_path) == StrategySettings(name="hf", **sampled)
-    assert config.strategy_settings("warm_start", tmp_path) == StrategySettings(
-        name="megatron_train", init="random", optimizer=config.warm_start.optimizer, **common
-    )
 
 
 def test_examples_differ_in_the_degrees_of_the_actor_only() -> None:
@@ -108,9 +104,16 @@ def test_examples_differ_in_the_degrees_of_the_actor_only() -> None:
     assert tensor == pipeline
 
 
+def test_ppo_starts_from_what_the_supervised_example_makes() -> None:
+    ppo = load_config(PPOConfig, EXAMPLES / "ppo_cpu.yaml")
+    assert ppo.warm_start == load_config(SFTConfig, EXAMPLES / "sft_cpu.yaml")
+    assert ppo.warm_start.data.task == ppo.task
+    elsewhere = load_config(PPOConfig, EXAMPLES / "ppo_cpu.yaml", ["output_dir=some/where"])
+    assert elsewhere.warm_start is not None and elsewhere.warm_start.run_dir == Path("some/where/sft_cpu")
+
+
 def test_example_model_has_one_to_two_million_parameters() -> None:
-    model = load_config(PPOConfig, EXAMPLES / "ppo_cpu.yaml").model.config
-    assert model is not None
+    model = load_config(PPOConfig, EXAMPLES / "ppo_cpu.yaml").architecture
     hidden, key_value = model.hidden_size, model.num_key_value_heads * model.head_dim
     attention = hidden * (hidden + 2 * key_value) + hidden * hidden
     layer = attention + 3 * hidden * model.intermediate_size + 2 * hidden

@@ -42,6 +42,19 @@ REFUSALS = {
     "world_size=4 parallel.pp=4": ["parallel.pp: 4 does not divide the model's num_hidden_layers 6; 3 would fit"],
     "ramp_up={start: 5, increment: 1, every: 10}": ["ramp_up.start: 5 is over micro_num 4"],
     "data.held_out_files=[b.txt]": ["data.held_out_share: must be 0 where there are held_out_files, got 0.1"],
+    "data.files=[]": ["data.files: kind 'text' needs at least one"],
+    "data.task={max_prompt_tokens: 9, train_size: 9, eval_size: 9}": [
+        "data.task: must be null, because kind is 'text'"
+    ],
+    "data.kind=task": [
+        "data.task: kind 'task' needs it, got null",
+        "data.files: must not be set, because kind is 'task'",
+        "data.held_out_share: must not be set, because kind is 'task'",
+    ],
+    "model={path: runs/base/final, config: null}": [
+        "model.path: runs/base/final: there is no such model folder",
+        "name: model.path 'runs/base/final' lies in the folder of this run, which replaces it",
+    ],
     "model={path: nowhere, config: null}": ["model.path: nowhere: there is no such model folder"],
     # Everything at once, and the nearest name.
     "steps=0 parallel.tpp=2 seq_len=128": [

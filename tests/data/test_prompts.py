@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
-from roll.data.prompts import PromptSampler, encode_prompts, encode_supervised
+from roll.data.prompts import PromptSampler, answer_ids, encode_prompts
+from roll.data.sources.task_answers import TaskAnswers
 from roll.data.tasks import ReasoningTask, TaskItem
 from roll.data.tokenizer import build_char_tokenizer
 
@@ -35,35 +36,35 @@ def test_prompts_are_padded_on_the_left() -> None:
     assert data.non_tensor_batch["entry"].tolist() == [i.entry for i in items]
 
 
-def test_supervised_rows_hold_prompt_answer_and_end() -> None:
-    data = encode_supervised([item("1+2=", "3"), item("9-10=", "-1")], TOKENIZER, max_prompt_tokens=5, max_new_tokens=4)
-    assert data.batch["input_ids"].tolist() == [[0, 5, 15, 6, 17, 7, 2, 0, 0], [13, 16, 5, 4, 17, 16, 5, 2, 0]]
-    assert data.batch["attention_mask"].tolist() == [[0, 1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1, 0]]
-    assert data.batch["response_mask"].tolist() == [[0, 0, 0, 0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 0, 1, 1, 1, 0]]
-    assert all(data.batch[key].dtype == torch.int64 for key in ("input_ids", "attention_mask", "response_mask"))
-    assert data.non_tensor_batch["prompt"].tolist() == ["1+2=", "9-10="]
+def test_answers_and_their_ends_are_learned() -> None:
+    source = TaskAnswers([item("1+2=", "3"), item("9-10=", "-1")], TOKENIZER, max_prompt_tokens=5)
+    assert len(source) == 2 and source.lengths.tolist() == [6, 8]
+    assert source[0].ids.tolist() == [5, 15, 6, 17, 7, 2]
+    assert source[0].in_loss.tolist() == [False] * 4 + [True] * 2
+    assert source[1].ids.tolist() == [13, 16, 5, 4, 17, 16, 5, 2]
+    assert source[1].in_loss.tolist() == [False] * 5 + [True] * 3
 
 
 def test_one_item_and_no_item() -> None:
     assert encode_prompts([item("1")], TOKENIZER, 3).non_tensor_batch["entry"].shape == (1,)
     assert encode_prompts([], TOKENIZER, 3).batch["input_ids"].shape == (0, 3)
-    assert encode_supervised([], TOKENIZER, 3, 2).batch["response_mask"].shape == (0, 5)
+    assert len(TaskAnswers([], TOKENIZER, 3)) == len(TaskAnswers([], TOKENIZER, 3).lengths) == 0
 
 
 def test_special_tokens_of_the_tokenizer_come_before_the_prompt_only() -> None:
     tokenizer = build_char_tokenizer("0123456789 +-=")
     backend = tokenizer.backend_tokenizer
     backend.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
-    data = encode_supervised([item("1=", "1")], tokenizer, max_prompt_tokens=4, max_new_tokens=2)
-    assert data.batch["input_ids"].tolist() == [[0, 1, 5, 17, 5, 2]]
+    assert TaskAnswers([item("1=", "1")], tokenizer, max_prompt_tokens=4)[0].ids.tolist() == [1, 5, 17, 5, 2]
 
 
 def test_a_real_task_reads_back() -> None:
     task = ReasoningTask(
         "chain_sum", {"min_terms": 2, "max_terms": 2}, train_size=20, eval_size=5, prompt_template="{expression} ="
     )
-    data = encode_supervised(task.train, build_char_tokenizer(), max_prompt_tokens=13, max_new_tokens=7)
-    texts = build_char_tokenizer().batch_decode(data.batch["input_ids"], skip_special_tokens=True)
+    source = TaskAnswers(task.train, build_char_tokenizer(), max_prompt_tokens=13)
+    rows = [source[index].ids.tolist() for index in range(len(source))]
+    texts = build_char_tokenizer().batch_decode(rows, skip_special_tokens=True)
     assert texts == [i.prompt + (i.answer or "") for i in task.train]
 
 
@@ -79,20 +80,25 @@ def test_bad_prompts_are_refused(bad: TaskItem, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         encode_prompts([item("1"), bad], TOKENIZER, max_prompt_tokens=6)
     with pytest.raises(ValueError, match=message):
-        encode_supervised([item("1"), bad], TOKENIZER, max_prompt_tokens=6, max_new_tokens=2)
+        TaskAnswers([item("1"), bad], TOKENIZER, max_prompt_tokens=6)
 
 
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (item("1", "123"), "answer 1 has 4 tokens with its end token, max_new_tokens is 3: '123'"),
         (item("1", None), "item 1 has no answer"),
         (item("1", "π"), "answers hold characters .*'π'"),
     ],
 )
 def test_bad_answers_are_refused(bad: TaskItem, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        encode_supervised([item("1"), bad], TOKENIZER, max_prompt_tokens=6, max_new_tokens=3)
+        TaskAnswers([item("1"), bad], TOKENIZER, max_prompt_tokens=6)
+
+
+def test_an_answer_that_is_no_response_is_refused() -> None:
+    assert answer_ids([item("1", "12")], TOKENIZER, 3) == [[5, 6, 2]]
+    with pytest.raises(ValueError, match="answer 1 has 4 tokens with its end token, max_new_tokens is 3: '123'"):
+        answer_ids([item("1"), item("1", "123")], TOKENIZER, 3)
 
 
 def test_a_tokenizer_without_pad_or_end_is_refused() -> None:
@@ -101,7 +107,7 @@ def test_a_tokenizer_without_pad_or_end_is_refused() -> None:
     with pytest.raises(ValueError, match="no pad_token"):
         encode_prompts([item("1")], no_pad, 2)
     with pytest.raises(ValueError, match="no eos_token"):
-        encode_supervised([item("1", "1")], no_eos, 2, 2)
+        TaskAnswers([item("1", "1")], no_eos, 2)
 
 
 @settings(deadline=None)

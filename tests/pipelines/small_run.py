@@ -17,15 +17,17 @@ from roll.data.tasks import Entry, score_responses
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
-    "model.config.hidden_size=32",
-    "model.config.intermediate_size=64",
-    "model.config.num_hidden_layers=2",
-    "model.config.num_attention_heads=4",
-    "model.config.num_key_value_heads=2",
+    "warm_start.model.config.hidden_size=32",
+    "warm_start.model.config.intermediate_size=64",
+    "warm_start.model.config.num_hidden_layers=2",
+    "warm_start.model.config.num_attention_heads=4",
+    "warm_start.model.config.num_key_value_heads=2",
     "task.train_size=64",
     "task.eval_size=16",
+    "warm_start.data.task.train_size=64",
+    "warm_start.data.task.eval_size=16",
+    "warm_start.micro_bsz=4",
     "warm_start.steps=2",
-    "warm_start.batch_size=8",
     "ppo.steps=2",
     "ppo.prompts_per_step=8",
     "ppo.responses_per_prompt=2",

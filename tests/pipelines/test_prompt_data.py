@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.config import ConfigError, ModelConfig, PPOConfig, load_config
+from roll.config import ConfigError, ModelConfig, PPOConfig, dump_config, load_config
 from roll.data.tokenizer import build_char_tokenizer
 from roll.pipelines.prompt_data import PromptData, load_prompt_data
 from tests.checkpoint.folder_of_tensors import TOKENIZER_FILES, random_tensors, write_folder
@@ -30,7 +30,7 @@ def load(tmp_path: Path, *overrides: str) -> PromptData:
 
 
 def load_folder(tmp_path: Path) -> PromptData:
-    return load(tmp_path, f"model={{path: {tmp_path / 'model'}, config: null}}", "warm_start=null")
+    return load(tmp_path, f"model_path={tmp_path / 'model'}", "warm_start=null")
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_a_good_folder_is_taken(tmp_path: Path, folder: Path) -> None:
     data = load_folder(tmp_path)
     assert data.train["input_ids"].shape == (64, 10)
     assert data.held_out["input_ids"].shape == (16, 10)
-    assert data.supervised is None
+    assert data.warm_start is None
 
 
 def no_weights(folder: Path) -> None:
@@ -74,8 +74,8 @@ def tokenizer_without_an_end(folder: Path) -> None:
     [
         (no_weights, "model holds no weights"),
         (weights_of_another_model, r"does not fit its config\.json:\n  unknown: model\.layers\.1\."),
-        (no_tokenizer, "model.path: .*model has no usable tokenizer"),
-        (tokenizer_without_an_end, "model.path: the tokenizer of .*model has no eos_token, which ends a response"),
+        (no_tokenizer, "model_path: .*model has no usable tokenizer"),
+        (tokenizer_without_an_end, "model_path: the tokenizer of .*model has no eos_token, which ends a response"),
     ],
 )
 def test_a_folder_that_cannot_be_used_is_refused(
@@ -88,21 +88,63 @@ def test_a_folder_that_cannot_be_used_is_refused(
 
 def test_special_ids_are_the_tokenizers_or_left_to_it(tmp_path: Path) -> None:
     end = build_char_tokenizer().eos_token_id
-    data = load(tmp_path, f"model.config.eos_token_id={end}", "model.config.pad_token_id=null")
+    config = "warm_start.model.config"
+    data = load(tmp_path, f"{config}.eos_token_id={end}", f"{config}.pad_token_id=null")
     assert data.tokenizer.eos_token_id == end
     with pytest.raises(ConfigError) as refusal:
-        load(tmp_path, "model.config.bos_token_id=70", "model.config.eos_token_id=71")
+        load(tmp_path, f"{config}.bos_token_id=70", f"{config}.eos_token_id=71")
     assert str(refusal.value).splitlines() == [
-        f"model.config.bos_token_id: 70 is not the tokenizer's, which is {data.tokenizer.bos_token_id}",
-        f"model.config.eos_token_id: 71 is not the tokenizer's, which is {end}",
+        f"{config}.bos_token_id: 70 is not the tokenizer's, which is {data.tokenizer.bos_token_id}",
+        f"{config}.eos_token_id: 71 is not the tokenizer's, which is {end}",
     ]
 
 
-def test_answers_must_fit_when_there_is_a_warm_start_to_learn_them(tmp_path: Path) -> None:
-    data = load(tmp_path)
-    assert data.supervised is not None and data.supervised["input_ids"].shape == (64, 10 + 10)
+def test_answers_that_the_warm_start_learns_must_fit(tmp_path: Path) -> None:
+    assert load(tmp_path).warm_start is not None
     with pytest.raises(ValueError, match="with its end token, max_new_tokens is 3"):
         load(tmp_path, "rollout.max_new_tokens=3")
+
+
+def test_a_warm_start_that_learns_held_out_problems_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^task: \d+ of its held-out problems are learned in the warm start, such as"
+    ):
+        load(tmp_path, "task.eval_size=32")
+    load(tmp_path, "task.train_size=32")  # Fewer to train on, but the same that are held out.
+
+
+def test_a_warm_start_that_cannot_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^warm_start\.data\.files: nothing is at 'no/such'$"):
+        load(tmp_path, "warm_start.data={kind: text, task: null, files: [no/such]}")
+
+
+def finished_warm_start(tmp_path: Path, *overrides: str) -> Path:
+    """What a warm start with these settings leaves, with random weights."""
+    config = load_config(
+        PPOConfig, ROOT / "examples" / "ppo_cpu.yaml", [*SMALL, f"output_dir={tmp_path / 'runs'}", *overrides]
+    )
+    assert config.warm_start is not None
+    architecture = config.architecture
+    final = write_folder(config.warm_start.run_dir / "final", architecture, random_tensors(architecture, "lm"))
+    for name in TOKENIZER_FILES:
+        (final / name).unlink()
+    build_char_tokenizer().save_pretrained(final)
+    (config.warm_start.run_dir / "config.yaml").write_text(dump_config(config.warm_start))
+    return final
+
+
+def test_a_finished_warm_start_is_used_unless_it_had_other_settings(tmp_path: Path) -> None:
+    finished_warm_start(tmp_path)
+    assert load(tmp_path).warm_start is None
+    assert load(tmp_path, "warm_start.eval_every=9").warm_start is None, "this does not shape the model"
+    with pytest.raises(ConfigError) as refusal:
+        load(tmp_path, "warm_start.steps=3", "warm_start.optimizer.lr=0.5")
+    assert str(refusal.value) == (
+        f"warm_start: {tmp_path}/runs/sft_cpu holds a run with other settings (optimizer.lr 0.001 "
+        "there, 0.5 here; steps 2 there, 3 here); remove it, or give warm_start.name another value"
+    )
+    # One that was stopped has no final model, and is run again.
+    assert load(tmp_path, "warm_start.name=other").warm_start is not None
 
 
 @pytest.mark.parametrize(("file", "setting"), [("runs", "output_dir"), ("runs/run", "name")])

@@ -22,7 +22,7 @@ from roll.pipelines.sft_data import load_sft_data
 from tests.rank_pool import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLE = ROOT / "examples" / "sft_cpu.yaml"
+EXAMPLE = ROOT / "examples" / "sft_text_cpu.yaml"
 SMALL = [
     f"data.files=[{ROOT / 'README.md'}]",
     "model.config.hidden_size=32",
@@ -53,7 +53,16 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run of two data-parallel ranks as a user starts it, and what it printed."""
     output_dir = tmp_path_factory.mktemp("runs")
     outcome = subprocess.run(
-        [sys.executable, "examples/run_sft.py", *SMALL, f"output_dir={output_dir}", "name=one", "save_every=2"],
+        [
+            sys.executable,
+            "examples/run_sft.py",
+            "--config",
+            str(EXAMPLE),
+            *SMALL,
+            f"output_dir={output_dir}",
+            "name=one",
+            "save_every=2",
+        ],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,

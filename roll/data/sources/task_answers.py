@@ -1,0 +1,42 @@
+"""Solved problems, of which the answers are learned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from roll.data.prompts import answer_ids, prompt_ids
+from roll.data.sources.sample import Ids, Sample
+from roll.data.tasks import TaskItem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class TaskAnswers:
+    """Task items in their order: the prompt as a rollout reads it, then what is learned, the answer and its end token.
+
+    Example: the prompt "1+" as `[5, 15]` with the answer "2" is `[5, 15, 6, 2]`, learned `[False, False, True, True]`.
+    """
+
+    def __init__(self, items: Sequence[TaskItem], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> None:
+        """Tokenize all items. Raises ValueError as `prompt_ids` and `answer_ids` do."""
+        prompts = prompt_ids(items, tokenizer, max_prompt_tokens)
+        answers = answer_ids(items, tokenizer)
+        self._prompt_lengths = [len(prompt) for prompt in prompts]
+        self._ids = [np.array([*prompt, *answer], np.int64) for prompt, answer in zip(prompts, answers, strict=True)]
+        self._lengths = np.array([len(ids) for ids in self._ids], np.int64)
+
+    @property
+    def lengths(self) -> Ids:
+        """`[len]` int64."""
+        return self._lengths
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, index: int) -> Sample:
+        ids = self._ids[index]
+        return Sample(ids, np.arange(len(ids)) >= self._prompt_lengths[index], f"problem {index}")
