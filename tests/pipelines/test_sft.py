@@ -6,19 +6,27 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from rich.console import Console
 from transformers import AutoTokenizer
 
 from roll.checkpoint.tensor_sources import HfFolder
 from roll.config import ModelConfig, SFTConfig, load_config
+from roll.data.sources.tokenized_folder import write_tokenized
+from roll.data.tokenizer import build_char_tokenizer
 from roll.pipelines.sft import run_sft
 from roll.pipelines.sft_data import load_sft_data
+from tests.pipelines.small_run import end
 from tests.rank_pool import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,30 +56,33 @@ def train(overrides: list[str]) -> None:
     run_sft(config, load_sft_data(config), Console(file=io.StringIO()))
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A run of two data-parallel ranks as a user starts it, and what it printed."""
-    output_dir = tmp_path_factory.mktemp("runs")
-    outcome = subprocess.run(
-        [
-            sys.executable,
-            "examples/run_sft.py",
-            "--config",
-            str(EXAMPLE),
-            *SMALL,
-            f"output_dir={output_dir}",
-            "name=one",
-            "save_every=2",
-        ],
+@contextmanager
+def command(program: list[str], *overrides: str) -> Iterator[subprocess.Popen[str]]:
+    """A run as a user starts it; however the block is left, it has ended."""
+    process = subprocess.Popen(
+        [*program, "--config", str(EXAMPLE), *SMALL, *overrides],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=200,
-        check=False,
+        start_new_session=True,
     )
-    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
-    return output_dir / "one", outcome.stdout
+    try:
+        yield process
+    finally:
+        end(process)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run of two data-parallel ranks under torchrun, and what it printed."""
+    output_dir = tmp_path_factory.mktemp("runs")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with command([*torchrun, "examples/run_sft.py"], f"output_dir={output_dir}", "name=one", "save_every=2") as process:
+        output, errors = process.communicate(timeout=280)
+    assert process.returncode == 0, output + errors
+    return output_dir / "one", output
 
 
 def test_a_run_leaves_what_it_promises(finished: tuple[Path, str]) -> None:
@@ -88,7 +99,7 @@ def test_a_run_leaves_what_it_promises(finished: tuple[Path, str]) -> None:
     assert load_config(SFTConfig, run_dir / "config.yaml").steps == 4
     assert list((run_dir / "tensorboard").iterdir())
     assert [path.name for path in sorted((run_dir / "checkpoints").iterdir())] == ["newest.json", "step_00004"]
-    assert "step 4/4" in output and "tokens/s" in output and f"done: {run_dir}" in output
+    assert "step 4/4" in output and "tokens/s" in output and output.count("SFT one") == 1
     final = run_dir / "final"
     HfFolder(final, ModelConfig.from_folder(final)).check("lm")
     tokenizer = AutoTokenizer.from_pretrained(final)
@@ -106,6 +117,80 @@ def test_a_resumed_run_is_the_run_that_never_stopped(ranks: RankPool, tmp_path: 
     ranks.run(train, [*here, "world_size=2", "micro_num=2", "name=two_ranks", "resume=true"], world_size=2)
     for ours, theirs in zip(records(tmp_path / "two_ranks"), records(tmp_path / "whole"), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+RAMP_UP = "ramp_up={start: 4, increment: 4, every: 1}"
+LAYOUTS = {
+    "fsp tp 2 x pp 2": ("packed", "parallel={mode: fsp, tp: 2, pp: 2}", "micro_num=8", RAMP_UP),
+    "isp 2 x 2 x dp 2": ("packed", "parallel={mode: isp, sp: 2, wp: 2}", "micro_num=4", RAMP_UP.replace("4", "2")),
+    "msp tp 2 x dp 2": ("rows", "parallel={mode: msp, tp: 2}", "micro_num=4"),
+    "mtp tp 2 x pp 2": ("rows", "parallel={mode: mtp, tp: 2, pp: 2}", "micro_num=8"),
+}
+SINGLE = {"packed": ("micro_num=8", RAMP_UP), "rows": ("micro_num=8",)}
+
+
+@pytest.mark.slow
+def test_every_split_of_the_model_is_the_run_of_one_process(ranks: RankPool, tmp_path: Path) -> None:
+    """The same losses and norms up to the order of fp32 sums, while the batch grows, packed and in rows."""
+    common = [f"output_dir={tmp_path}", "eval_every=1", "steps=3"]
+    layout = {"packed": "use_packed_dataset=true", "rows": "use_packed_dataset=false"}
+    for data, settings in SINGLE.items():
+        ranks.run(train, [*common, f"name={data}", "world_size=1", layout[data], *settings], world_size=1)
+    for number, (title, (data, *settings)) in enumerate(LAYOUTS.items()):
+        ranks.run(train, [*common, f"name=run{number}", "world_size=4", layout[data], *settings], world_size=4)
+        ours, theirs = records(tmp_path / f"run{number}"), records(tmp_path / data)
+        assert len(ours) == len(theirs) == 4
+        for record, expected in zip(ours, theirs, strict=True):
+            assert record == pytest.approx(expected, rel=2e-5), title
+    labels = [record["labels"] for record in records(tmp_path / "packed")[1:]]
+    assert labels[0] < labels[1] == labels[2], "the batch grew once, from 4 packs to 8"
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_run_with_whole_files(tmp_path: Path) -> None:
+    metrics = tmp_path / "stopped" / "metrics.jsonl"
+    settings = [f"output_dir={tmp_path}", "name=stopped", "steps=5000", "save_every=1"]
+    with command([sys.executable, "examples/run_sft.py"], *settings) as process:
+        deadline = time.monotonic() + 200
+        while not (metrics.is_file() and metrics.read_bytes().count(b"\n") >= 3):
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, output + errors
+    assert "stopped" in output
+    assert not psutil.wait_procs(family, timeout=10)[1]
+    steps = [record["step"] for record in records(tmp_path / "stopped")]
+    assert steps == list(range(len(steps)))
+    saved = json.loads((tmp_path / "stopped" / "checkpoints" / "newest.json").read_text())["step"]
+    assert saved in (steps[-1] - 1, steps[-1])
+    assert not (tmp_path / "stopped" / "final").exists()
+
+
+def write_sources(folder: Path) -> None:
+    """The same two samples, `ab` and `cd` with their ends, as conversations and as tokens."""
+    rows = [{"prompt": text[0], "response": text[1]} for text in ("ab", "cd")]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = build_char_tokenizer("abcd")
+    write_tokenized(folder / "tokens.bin", [[-ids[0], ids[1], 2] for ids in map(tokenizer.encode, ("ab", "cd"))])
+
+
+def test_every_kind_of_source_is_read(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    write_sources(tmp_path)
+    common = ["alphabet=abcd", "data.held_out_share=0", "seq_len=8", "micro_bsz=1"]
+    for kind, file in {"conversations": "rows.jsonl", "tokenized": "tokens.bin"}.items():
+        config = load_config(
+            SFTConfig, EXAMPLE, [*SMALL, *common, f"data.kind={kind}", f"data.files=[{tmp_path / file}]"]
+        )
+        data = load_sft_data(config)
+        assert data.notes == ("2 samples to train on, 6 tokens in 1 packs",)
+        pack = data.train[0]
+        rows = sorted([pack.input_ids[:3].tolist(), pack.input_ids[3:6].tolist()])
+        assert rows == [[4, 5, 2], [6, 7, 2]]
+        assert sorted(pack.labels.tolist()) == [-100, -100, -100, -100, 2, 2, 5, 7]
 
 
 def test_a_run_can_be_fine_tuned_under_isp(ranks: RankPool, finished: tuple[Path, str], tmp_path: Path) -> None:
