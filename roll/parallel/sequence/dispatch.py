@@ -211,9 +211,11 @@ class _Dispatch:
         return attend(q, k, v, attention_mask.documents, self.kernel, options, attention_mask.group), None
 
     def _tell(self, heads: int, group: ProcessGroup | None) -> None:
-        """Once per model: that heads are not exchanged."""
+        """Once per model, on the first rank: that heads are not exchanged."""
         if group is not None and not self.has_told and not exchanges_heads(heads, group.size()):
             self.has_told = True
+            if group.rank() > 0:
+                return
             logger.warning(
                 "%d attention heads do not divide by %d sequence-parallel ranks: keys and values are gathered "
                 "instead of exchanging heads",
