@@ -12,7 +12,7 @@
 transformers is imported by `dispatch_modules` only, and nothing here needs Megatron-Core or Ray.
 """
 
-from roll.parallel.sequence.collectives import Reducer, all_to_all, gather_sequence, split_sequence
+from roll.parallel.sequence.collectives import Reducer, all_to_all, gather_tensor
 from roll.parallel.sequence.dispatch import dispatch_modules, dispatched_modules, undispatch_modules
 from roll.parallel.sequence.groups import (
     SequenceParallelGroups,
@@ -51,7 +51,7 @@ __all__ = [
     "destroy_sequence_parallel",
     "dispatch_modules",
     "dispatched_modules",
-    "gather_sequence",
+    "gather_tensor",
     "get_data_parallel_group",
     "get_data_parallel_rank",
     "get_data_parallel_world_size",
@@ -70,7 +70,6 @@ __all__ = [
     "sequence_parallel_groups",
     "shift_labels",
     "split_for_sequence_parallel",
-    "split_sequence",
     "split_tensor",
     "undispatch_modules",
 ]

@@ -2,7 +2,9 @@
 
 Where every rank of the group goes on to compute the same thing, a gradient exists once per rank, and what is right
 depends on how the gradients of the weights are combined afterwards. That is the argument `reducer`: `mean` if they are
-averaged over the ranks (DistributedDataParallel, FSDP, DeepSpeed), `sum` if they are added up.
+averaged over the ranks (DistributedDataParallel, FSDP, DeepSpeed), `sum` if they are added up. Under `mean` everything
+between two exchanges carries the gradient n times, so that the average over n parts is their sum; it is the place
+where the parts meet (`gather_tensor`, `reduce_sequence_parallel_loss`) that puts the factor in.
 
 Legend: n ranks of the group. None for a group is the one of this process, and one rank before it exists.
 """
@@ -59,34 +61,11 @@ def all_to_all(
     return by_sender.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
 
 
-def split_sequence(x: Tensor, dim: int = 1, group: ProcessGroup | None = None, *, reducer: Reducer = "mean") -> Tensor:
-    """This rank's part of a tensor that all ranks have.
-
-    Backward: each rank has the gradient of its own part only. Under `mean` the parts are gathered, so that every rank
-    has the whole gradient; under `sum` the others' parts are zero, and the sum over the ranks is the whole.
-
-    Raises:
-        ValueError: n does not divide `dim`, or shapes differ between ranks.
-    """
-    check_reducer(reducer)
-    group = sequence_group(group)
-    if group is None or group.size() == 1:
-        return x
-    problem = None
-    if x.shape[dim] % group.size():
-        problem = (
-            f"dim {dim} of {tuple(x.shape)} does not divide by the {group.size()} ranks of the group: pad it first"
-        )
-    agree(group, problem, shape=tuple(x.shape))
-    part: Tensor = _Split.apply(x, dim, group) if reducer == "mean" else x.chunk(group.size(), dim)[group.rank()]
-    return part
-
-
-def gather_sequence(x: Tensor, dim: int = 1, group: ProcessGroup | None = None, *, reducer: Reducer = "mean") -> Tensor:
+def gather_tensor(x: Tensor, dim: int = 1, group: ProcessGroup | None = None, *, reducer: Reducer = "mean") -> Tensor:
     """The whole of a tensor whose parts are on the ranks, for all of them to compute the same from it.
 
-    Backward: every rank has the whole gradient and keeps its own part, under `mean` n times, since the average over
-    the ranks divides by n what only one of them contributes.
+    Backward: every rank has the whole gradient and keeps its own part, under `mean` n times. The way there,
+    `split_tensor`, has torch's own backward under both: zero outside the rank's part, which the reducer completes.
 
     Raises:
         ValueError: shapes differ between ranks.
@@ -138,18 +117,6 @@ class _AllToAll(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _exchange(gradient, ctx.group), None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim % x.ndim, group
-        return x.chunk(group.size(), dim)[group.rank()].clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _join(_gather(gradient, ctx.group), ctx.dim), None, None
 
 
 class _Gather(torch.autograd.Function):

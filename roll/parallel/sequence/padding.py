@@ -60,7 +60,7 @@ def pad_tensor(x: Tensor, value: float, dim: int = 1, group: ProcessGroup | None
 
 
 def split_tensor(x: Tensor, dim: int = 1, group: ProcessGroup | None = None) -> Tensor:
-    """This rank's part of data that all ranks have. For a tensor with a gradient take `split_sequence`.
+    """This rank's part of what all ranks have. Differentiable: a rank's gradient is zero outside its part.
 
     Raises:
         ValueError: `dim` does not divide by the ranks of the group.
