@@ -63,7 +63,11 @@ def dispatch_modules(model: nn.Module, *, group: ProcessGroup | None = None) -> 
 
 
 def undispatch_modules(model: nn.Module) -> None:
-    """Give a dispatched model its own attention back. Raises ValueError if it was not dispatched."""
+    """Give a dispatched model its own attention back, after the last backward pass (which may recompute activations).
+
+    Raises:
+        ValueError: it is not dispatched.
+    """
     target = _find_model(model)
     dispatch = _dispatch_of(target)
     if dispatch is None:
@@ -121,7 +125,9 @@ class _Dispatch:
                 return (), self.before_head(dict(zip(parameters, args, strict=False)) | kwargs)
 
             self.hooks.append(model.register_forward_pre_hook(before_model, with_kwargs=True))
-        model.__dict__[ATTRIBUTE] = self
+        self.marked = (model, decoder)
+        for part in self.marked:
+            part.__dict__[ATTRIBUTE] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Dispatch:
         raise TypeError("a dispatched model cannot be copied: undispatch_modules it first, and dispatch the copy")
@@ -134,7 +140,8 @@ class _Dispatch:
             hook.remove()
         for interface in (AttentionInterface, AttentionMaskInterface):
             interface._global_mapping.pop(self.name)
-        del model.__dict__[ATTRIBUTE]
+        for part in self.marked:
+            part.__dict__.pop(ATTRIBUTE, None)
 
     def before_head(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Labels that would be shifted inside each part are a problem; the decoder's hook tells all ranks."""
@@ -169,8 +176,8 @@ class _Dispatch:
         layers = config.num_hidden_layers
         if output is not None and self.attentions != layers:
             raise ValueError(
-                f"{type(module).__name__} has {layers} layers, but {self.attentions} called the attention that was "
-                "dispatched: the others worked on their own tokens only"
+                f"{type(module).__name__} has {layers} layers, but the dispatched attention was called "
+                f"{self.attentions} times: what the layers do with this rank's tokens alone is not known"
             )
 
     def mask(self, *, mask_function: Callable[..., Tensor], **asked: Any) -> _Mask:
@@ -181,7 +188,9 @@ class _Dispatch:
                 "or its decoder"
             )
         if asked.get("use_vmap") or not asked.get("allow_is_causal_skip", True):
-            raise ValueError("the model adds a rule of its own to its mask, which is not supported")
+            raise ValueError(
+                "the model asks for more than a causal mask with or without a window, which is not supported"
+            )
         return _Mask(self.current[0], mask_function, self.current[1])
 
     def attention(

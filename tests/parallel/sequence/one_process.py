@@ -24,7 +24,7 @@ from tests.parallel.sequence.tiny_models import VOCABULARY
 LENGTH = 32
 # Documents of two packed rows; they cross the edges of parts of 8 and of 16 tokens.
 PACKED = ((5, 14, 13), (3, 3, 26))
-# Real tokens of two padded rows: with parts of 8, the last rank has none.
+# Real tokens of two padded rows: with parts of 8, one rank has none, the last or on the left the first.
 REAL = (21, 7)
 
 
@@ -40,7 +40,10 @@ class Batch:
 
 
 def make_batch(inputs: str, labelled: str, seed: int = 0) -> Batch:
-    """`inputs`: dense, padded, packed or cu_seqlens. `labelled`: uneven, one_rank or none; labels are not shifted."""
+    """`inputs`: dense, padded, left_padded, packed or cu_seqlens. `labelled`: uneven, one_rank or none.
+
+    Labels are not shifted.
+    """
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(3, VOCABULARY, (2, LENGTH), generator=generator)
     labels = tokens.clone()
@@ -53,9 +56,11 @@ def make_batch(inputs: str, labelled: str, seed: int = 0) -> Batch:
     else:
         labels[:] = -100
     batch = Batch(tokens, labels)
-    if inputs == "padded":
-        batch.attention_mask = (torch.arange(LENGTH) < torch.tensor(REAL).unsqueeze(1)).long()
-        batch.labels = labels.masked_fill(batch.attention_mask == 0, -100)
+    if inputs in ("padded", "left_padded"):
+        mask = (torch.arange(LENGTH) < torch.tensor(REAL).unsqueeze(1)).long()
+        batch.attention_mask = mask if inputs == "padded" else mask.flip(1)
+        begins = batch.attention_mask.cumsum(1) <= 1  # what comes before the first real token predicts nothing
+        batch.labels = labels.masked_fill((batch.attention_mask == 0) | begins, -100)
     elif inputs in ("packed", "cu_seqlens"):
         rows = [torch.cat([torch.arange(count) for count in row]) for row in PACKED]
         batch.position_ids = torch.stack(rows)
