@@ -54,28 +54,24 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, runs: Runs, options: Attent
     """flash-attn's kernel for runs of any lengths, in one call."""
     from flash_attn import flash_attn_varlen_func
 
-    ordered = sorted(runs.runs, key=lambda run: run.query)
-    if not ordered:
-        return torch.zeros_like(q).index_copy(0, torch.arange(0, device=q.device), _nothing(q, k, v))
-    lengths = torch.tensor([(run.queries, run.keys) for run in ordered], dtype=torch.int32)
-    cu_q, cu_k = F.pad(lengths.cumsum(0, dtype=torch.int32), (0, 0, 1, 0)).to(q.device).unbind(1)
-    flat_keys = torch.cat([torch.arange(run.key, run.key + run.keys) for run in ordered]).to(q.device)
-    covered = runs.covered
-    out = flash_attn_varlen_func(
-        q if covered is None else q.index_select(0, covered),
+    query_bounds, key_bounds, flat_queries, flat_keys = runs.joined
+    if not runs.runs:
+        return torch.zeros_like(q).index_copy(0, flat_queries, _nothing(q, k, v))
+    context = flash_attn_varlen_func(
+        q.index_select(0, flat_queries),
         k.index_select(0, flat_keys),
         v.index_select(0, flat_keys),
-        cu_seqlens_q=cu_q.contiguous(),
-        cu_seqlens_k=cu_k.contiguous(),
-        max_seqlen_q=int(lengths[:, 0].max()),
-        max_seqlen_k=int(lengths[:, 1].max()),
+        cu_seqlens_q=query_bounds,
+        cu_seqlens_k=key_bounds,
+        max_seqlen_q=max(run.queries for run in runs.runs),
+        max_seqlen_k=max(run.keys for run in runs.runs),
         dropout_p=options.dropout,
         softmax_scale=options.scale,
         causal=True,  # aligned at the last query and key, as runs are
         window_size=(-1, -1) if options.window is None else (options.window - 1, 0),
         softcap=options.softcap or 0.0,
     )
-    return out if covered is None else torch.zeros_like(q).index_copy(0, covered, out)
+    return torch.zeros_like(q).index_copy(0, flat_queries, context)
 
 
 def _nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

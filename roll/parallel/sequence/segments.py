@@ -9,12 +9,13 @@ Legend: b rows, N tokens of a whole row, n ranks, s = N/n tokens of a row on a r
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,6 @@ class Runs:
     tokens: int
     runs: list[Run]
     device: torch.device
-    _indices: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @cached_property
     def by_shape(self) -> list[tuple[int, int, Tensor, Tensor]]:
@@ -55,12 +55,14 @@ class Runs:
         return groups
 
     @cached_property
-    def covered(self) -> Tensor | None:
-        """Flat queries that are in a run, in order; None if all are."""
-        spans = sorted((run.query, run.query + run.queries) for run in self.runs)
-        if sum(stop - start for start, stop in spans) == self.tokens:
-            return None
-        return torch.cat([torch.arange(*span) for span in spans] or [torch.arange(0)]).to(self.device)
+    def joined(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Runs one after another: int32 bounds of their queries and of their keys, flat queries, flat keys."""
+        lengths = torch.tensor([(run.queries, run.keys) for run in self.runs], dtype=torch.int32).view(-1, 2)
+        bounds = F.pad(lengths.cumsum(0, dtype=torch.int32), (0, 0, 1, 0)).to(self.device)
+        queries = [torch.arange(run.query, run.query + run.queries) for run in self.runs]
+        keys = [torch.arange(run.key, run.key + run.keys) for run in self.runs]
+        flat_queries, flat_keys = (torch.cat(each or [torch.arange(0)]).to(self.device) for each in (queries, keys))
+        return bounds[:, 0].contiguous(), bounds[:, 1].contiguous(), flat_queries, flat_keys
 
 
 @dataclass

@@ -180,7 +180,7 @@ def what_is_said() -> list[str]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("roll.parallel.sequence.dispatch")
+    logger = logging.getLogger("roll.parallel.sequence.dispatched_model")
     logger.addHandler(handler)
     with sequence_parallel_groups(2):
         for heads in (8, 9):
