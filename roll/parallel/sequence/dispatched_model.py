@@ -17,7 +17,7 @@ import inspect
 import itertools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -46,6 +46,8 @@ class DocumentMask:
     documents: Documents
     mask_function: Callable[..., Tensor]
     group: ProcessGroup | None
+    windows: set[int | None] = field(default_factory=set)
+    """Those that layers named and that were found in the mask."""
 
 
 class DispatchedModel:
@@ -142,7 +144,7 @@ class DispatchedModel:
                 "the attention of a dispatched model was called without the model: call the model that was dispatched "
                 "or its decoder"
             )
-        if asked.get("use_vmap") or not asked.get("allow_is_causal_skip", True):
+        if not asked.get("allow_is_causal_skip", True):  # a rule was added to it
             raise ValueError(
                 "the model asks for more than a causal mask with or without a window, which is not supported"
             )
@@ -167,7 +169,9 @@ class DispatchedModel:
         if not isinstance(attention_mask, DocumentMask):
             raise ValueError(f"{type(module).__name__} makes a mask without transformers' mask interface")
         check_arguments(module, query, key, value, is_causal, others)
-        check_mask(attention_mask.mask_function, sliding_window)
+        if sliding_window not in attention_mask.windows:
+            check_mask(attention_mask.mask_function, sliding_window)
+            attention_mask.windows.add(sliding_window)
         self.attentions += 1
         self._tell(query.shape[1], attention_mask.group)
         options = AttentionOptions(scaling, sliding_window, softcap, dropout)

@@ -28,6 +28,9 @@ PACKED = ((5, 14, 13), (3, 3, 26))
 REAL = (21, 7)
 
 
+Reference = tuple[Tensor, Tensor, dict[str, Tensor]]
+
+
 @dataclass
 class Batch:
     """What one process would be given, whole."""
@@ -79,7 +82,7 @@ def token_loss(logits: Tensor, shifted: Tensor) -> Tensor:
     return total / (shifted != -100).sum()
 
 
-def reference(model: Any, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def reference(model: Any, batch: Batch) -> Reference:
     """Logits, loss (zero without labels) and gradients of one process; transformers shifts the labels itself."""
     model.zero_grad()
     output = model(
@@ -94,6 +97,15 @@ def reference(model: Any, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tenso
         loss = model.loss_function(logits=output.logits, labels=batch.labels, vocab_size=VOCABULARY)
     loss.backward()
     return output.logits.detach(), loss.detach(), gradients(model)
+
+
+def all_references(model: Any, batches: dict[str, Batch]) -> dict[str, Reference]:
+    """Of every batch, each computed by one rank: the ranks share two cores."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    own = {name: reference(model, batch) for name, batch in list(batches.items())[rank::ranks]}
+    everyone: list[dict[str, Reference]] = [{}] * ranks
+    dist.all_gather_object(everyone, own)
+    return {name: found for each in everyone for name, found in each.items()}
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
@@ -143,7 +155,7 @@ def differences(
     thousandth of the largest of all where a weight has none (a key's bias, which softmax does not see).
     """
     group = get_sequence_parallel_group()
-    references = {name: reference(model, batch) for name, batch in batches.items()}
+    references = all_references(model, batches)
     failed = {}
     with dispatched_modules(model):
         for name, batch in batches.items():

@@ -40,6 +40,8 @@ def failures_of_heads() -> dict[str, dict[str, list[str]]]:
     batches = named(INPUTS, LABELLED) | named(("left_padded", "cu_seqlens"), ("uneven",))
     with sequence_parallel_groups(dist.get_world_size()):
         for head, window in product(HEADS, WINDOWS):
+            if head == "gqa_6_of_12" and window != "over_parts":
+                continue  # what it adds, the copies of kv heads, has nothing to do with windows
             query, key_value = HEADS[head]
             model = make_model(
                 "mistral", num_attention_heads=query, num_key_value_heads=key_value, sliding_window=WINDOWS[window]
