@@ -35,6 +35,7 @@ def loaded_by(statement: str, candidates: list[str]) -> list[str]:
         ),
         ("from roll.data import TextFiles", ["ray", "megatron", "datasets"]),
         ("import roll.parallel", ["ray", "transformers"]),
+        ("import roll.parallel.sequence", ["ray", "megatron", "transformers"]),
         ("import roll.strategies", ["ray"]),
         ("from roll.strategies import MegatronInferStrategy, MegatronTrainStrategy", ["ray"]),
     ],

@@ -24,8 +24,12 @@ class Platform(ABC):
     """The Ray resource that one rank occupies."""
 
     @abstractmethod
+    def use_device(self, local_rank: int) -> None:
+        """Make this process use the device of `local_rank`."""
+
     def bind(self, local_rank: int) -> None:
-        """Make this process use the device of `local_rank`, and prepare Megatron-Core for it."""
+        """The same, and prepare Megatron-Core for it."""
+        self.use_device(local_rank)
 
     @abstractmethod
     def quiet_megatron(self) -> AbstractContextManager[None]:
@@ -70,6 +74,9 @@ class CpuPlatform(Platform):
     name = "cpu"
     collective_backend = "gloo"
     ray_resource = "CPU"
+
+    def use_device(self, local_rank: int) -> None:
+        """Nothing to choose: all ranks share the memory."""
 
     def bind(self, local_rank: int) -> None:
         from roll.platform.megatron_on_cpu import enable_megatron_on_cpu
@@ -125,7 +132,7 @@ class CudaPlatform(Platform):
     collective_backend = "nccl"
     ray_resource = "GPU"
 
-    def bind(self, local_rank: int) -> None:
+    def use_device(self, local_rank: int) -> None:
         if local_rank >= torch.cuda.device_count():
             raise ValueError(f"local rank {local_rank} has no GPU: this process sees {torch.cuda.device_count()}")
         torch.cuda.set_device(local_rank)

@@ -1,0 +1,125 @@
+"""Which samples a rank draws: the same as its sequence-parallel peers, others than its data-parallel ones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from torch.utils.data import Sampler
+
+from roll.parallel.sequence.agreement import agree
+from roll.parallel.sequence.groups import get_data_parallel_rank, get_data_parallel_world_size
+
+
+class SequenceParallelSampler(Sampler[int]):
+    """For `DataLoader(dataset, sampler=SequenceParallelSampler(dataset))`.
+
+    Every epoch has an order of its own, drawn from (seed, epoch). Data-parallel rank r of n takes every n-th sample of
+    it, beginning with the r-th. All ranks have the same number of samples: with `round_up` the epoch is continued
+    from its head until it divides, otherwise its tail is left out.
+
+    Example: 5 samples in order 3 1 4 0 2, two data-parallel ranks. With `round_up` they take 3 4 2 and 1 0 3, without
+    it 3 4 and 1 0.
+
+    Without `init_sequence_parallel` every rank of torch.distributed draws samples of its own, and a process that has
+    no torch.distributed draws all of them.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int | None = None, round_up: bool = True) -> None:
+        """Collective over all ranks. `seed=None` draws one, the same for all ranks.
+
+        Raises:
+            ValueError: the dataset is empty, or too small for `round_up=False`; or ranks disagree.
+            RuntimeError: a launcher has started several processes, but torch.distributed is not initialised; or the
+                groups were destroyed.
+        """
+        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise RuntimeError(
+                f"SequenceParallelSampler: WORLD_SIZE is {os.environ['WORLD_SIZE']}, but torch.distributed is not "
+                "initialised, so every process would draw every sample: call init_dist first"
+            )
+        self.dp_rank, self.dp_size = get_data_parallel_rank(), get_data_parallel_world_size()
+        self.shuffle, self.round_up, self.length = shuffle, round_up, len(dataset)
+        problem = None
+        if self.length == 0:
+            problem = "the dataset is empty"
+        elif not round_up and self.length < self.dp_size:
+            problem = (
+                f"the dataset has {self.length} samples, fewer than the {self.dp_size} data-parallel ranks, and "
+                "round_up is false: no rank would have any"
+            )
+        elif seed is not None and seed < 0:
+            problem = f"seed must not be negative, got {seed}"
+        world = dist.group.WORLD if dist.is_initialized() else None
+        agree(world, problem, length=self.length, shuffle=shuffle, seed=seed, round_up=round_up)
+        self.seed = seed if seed is not None else _shared_seed()
+        self.epoch = 0
+        self._begin = 0  # Where the next pass begins, and
+        self._behind = 0  # what is behind in this one: samples of the epoch, on all ranks together.
+
+    def __len__(self) -> int:
+        """Samples of a whole epoch for one rank."""
+        return self._samples_of(self.length)
+
+    def __iter__(self) -> Iterator[int]:
+        begin, self._begin, self._behind = self._begin, 0, self._begin
+        order = self._order()
+        rest = order[begin:]
+        total = self._samples_of(len(rest)) * self.dp_size
+        repeated = np.resize(order, max(0, total - len(rest)))  # from the head, as often as needed
+        for sample in np.concatenate((rest, repeated))[self.dp_rank : total : self.dp_size]:
+            self._behind += self.dp_size
+            yield int(sample)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch of the next pass. Of the epoch that was loaded, what is behind stays behind."""
+        if epoch != self.epoch:
+            self.epoch, self._begin, self._behind = epoch, 0, 0
+
+    def state_dict(self, samples: int | None = None) -> dict[str, Any]:
+        """What `load_state_dict` continues from, the same on all ranks.
+
+        Args:
+            samples: of this epoch that this rank has worked on. By default those it has drawn, which is more if a
+                DataLoader fetches ahead.
+        """
+        behind = self._behind if samples is None else samples * self.dp_size
+        return {
+            "epoch": self.epoch,
+            "behind": behind,
+            "seed": self.seed,
+            "length": self.length,
+            "shuffle": self.shuffle,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue in the middle of an epoch, with as many data-parallel ranks as there are now.
+
+        Raises:
+            ValueError: the state is of another dataset or order.
+        """
+        for name in ("length", "shuffle"):
+            if state[name] != getattr(self, name):
+                raise ValueError(f"the sampler's state has {name} {state[name]}, this sampler {getattr(self, name)}")
+        self.seed, self.epoch = state["seed"], state["epoch"]
+        self._begin = self._behind = min(state["behind"], self.length)
+
+    def _samples_of(self, samples: int) -> int:
+        """For one rank, of so many for all."""
+        return (samples + self.dp_size - 1 if self.round_up else samples) // self.dp_size
+
+    def _order(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        if not self.shuffle:
+            return np.arange(self.length)
+        return np.random.default_rng([self.seed, self.epoch]).permutation(self.length)
+
+
+def _shared_seed() -> int:
+    """Drawn by rank 0 and told to the others."""
+    drawn = [int(np.random.SeedSequence().generate_state(1)[0])]
+    if dist.is_initialized():
+        dist.broadcast_object_list(drawn, src=0)
+    return drawn[0]

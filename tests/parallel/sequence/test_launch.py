@@ -1,0 +1,96 @@
+"""What init_dist reads from the environment, and a process that joins with it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from roll.parallel.sequence import init_dist
+from roll.parallel.sequence.launch import first_host, rendezvous
+
+ROOT = Path(__file__).resolve().parents[3]
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_JOB_NODELIST": "gpu[07-08]",
+    "MASTER_PORT": "29777",
+}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "here", "MASTER_PORT": "29512"}
+
+
+def test_slurm() -> None:
+    assert rendezvous("slurm", SLURM) == {
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "gpu07",
+        "MASTER_PORT": "29777",
+    }
+    assert rendezvous("slurm", SLURM | {"MASTER_ADDR": "head"})["MASTER_ADDR"] == "head"
+    without_port = {name: value for name, value in SLURM.items() if name != "MASTER_PORT"}
+    assert rendezvous("slurm", without_port)["MASTER_PORT"] == "29500"
+
+
+def test_torchrun() -> None:
+    assert rendezvous("pytorch", TORCHRUN | SLURM | TORCHRUN) == TORCHRUN
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("login", "login"),
+        ("a,b", "a"),
+        ("gpu[007-010,12]", "gpu007"),
+        ("gpu[7,9]-ib,login", "gpu7-ib"),
+        ("r[1-2]n[03-04],x", "r1n03"),
+    ],
+)
+def test_first_host(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
+
+
+@pytest.mark.parametrize(
+    ("launcher", "environment", "message"),
+    [
+        ("mpi", {}, "launcher must be pytorch or slurm, got 'mpi'"),
+        ("pytorch", {"RANK": "0"}, "found no WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT: .* with torchrun"),
+        ("slurm", {"SLURM_PROCID": "0"}, "found no SLURM_NTASKS, SLURM_LOCALID, SLURM_JOB_NODELIST: .* with srun"),
+    ],
+)
+def test_refusals(launcher: str, environment: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rendezvous(launcher, environment)
+
+
+def test_an_unknown_init_backend() -> None:
+    with pytest.raises(ValueError, match="init_backend must be torch or deepspeed, got 'jax'"):
+        init_dist("pytorch", init_backend="jax")  # type: ignore[arg-type]
+
+
+def test_a_process_joins_as_the_document_calls_it(tmp_path: Path) -> None:
+    """Under Slurm's variables, with a stand-in for DeepSpeed that records how it is told; Megatron-Core stays out."""
+    (tmp_path / "deepspeed.py").write_text("def init_distributed(**told): print(told)")
+    program = (
+        "import os, sys, socket\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "with socket.socket() as free:\n    free.bind(('127.0.0.1', 0)); port = free.getsockname()[1]\n"
+        "os.environ.update(SLURM_PROCID='0', SLURM_NTASKS='1', SLURM_LOCALID='0', ROLL_PLATFORM='cpu',\n"
+        "    SLURM_JOB_NODELIST='localhost', MASTER_PORT=str(port))\n"
+        "from roll.parallel.sequence import *\n"
+        "init_dist('slurm', 'gloo', init_backend='deepspeed')\n"
+        "init_sequence_parallel(1)\n"
+        "print(get_sequence_parallel_world_size(), 'megatron' in sys.modules, 'transformers' in sys.modules)\n"
+        "try:\n    init_dist('slurm', 'gloo')\nexcept RuntimeError as error:\n    print(error)\n"
+        "import torch.distributed as dist; dist.destroy_process_group()\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == [
+        "{'dist_backend': 'gloo'}",
+        "1 False False",
+        "torch.distributed is initialised already",
+    ]
