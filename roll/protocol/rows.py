@@ -1,8 +1,8 @@
-"""Rows of a batch: how they are named (row numbers, slices, masks) and when two values are the same."""
+"""Rows of a batch: how they are named (row numbers, slices, masks), and taken out of a tensor or an array."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,9 @@ def take_rows(values: Any, index: slice | Tensor) -> Any:
     """Rows of a tensor or an array, as `resolve_rows` names them; a view where `index` is a slice."""
     if isinstance(index, slice):
         return values[index]
-    return values[index.to(values.device)] if isinstance(values, Tensor) else values[index.numpy()]
+    if isinstance(values, Tensor):
+        return values.index_select(0, index.to(values.device))  # several times faster than values[index]
+    return values[index.numpy()]
 
 
 def object_array(values: Sequence[Any] | np.ndarray, name: str) -> np.ndarray:
@@ -67,22 +69,3 @@ def object_array(values: Sequence[Any] | np.ndarray, name: str) -> np.ndarray:
     for row, value in enumerate(values):
         array[row] = value
     return array
-
-
-def same_value(a: Any, b: Any) -> bool:
-    """Whether two values are the same through and through: dtypes, shapes and entries; NaN is the same as NaN."""
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        if a.dtype != b.dtype or a.shape != b.shape:
-            return False
-        return bool(((a == b) | ((a != a) & (b != b))).all())
-    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-        if a.dtype != b.dtype or a.shape != b.shape:
-            return False
-        return all(same_value(x, y) for x, y in zip(a.flat, b.flat, strict=True))
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(same_value(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple) and type(a) is type(b):
-        return len(a) == len(b) and all(same_value(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, Tensor | np.ndarray) or isinstance(b, Tensor | np.ndarray):
-        return False
-    return bool(a == b) or bool(a != a and b != b)

@@ -130,7 +130,7 @@ def test_nothing_of_the_caller_is_shared() -> None:
 def test_repr_names_fields_dtypes_and_shapes() -> None:
     data = batch_of(4, plan=PLAN, normalizers=NORMALIZERS)
     assert repr(data) == (
-        "DataProto(4 rows, batch={ids: int64[4, 3], score: float32[4]}, non_tensor_batch={name: object[4]}, "
+        "DataProto(4 rows, 112 B, batch={ids: int64[4, 3], score: float32[4]}, non_tensor_batch={name: object[4]}, "
         "meta_info={'step': 3, 'tags': ['a']}, plan=2 x 2 micro-batches, "
         "normalizers=LossNormalizers(tokens=9, sequences=4))"
     )
