@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, cast
+from typing import Any, Self, SupportsIndex, cast
 
 import numpy as np
 import torch
@@ -50,6 +50,17 @@ class BatchData:
         set_field(self, "meta_info", joining.own_meta(self.meta_info))
         self.check_consistency()
 
+    @classmethod
+    def _of_checked(
+        cls, batch: TensorDict | None, non_tensor_batch: Mapping[str, np.ndarray], meta_info: dict[str, Any]
+    ) -> Self:
+        """From parts that are its own and fit together, as rows of a batch do: checking them again costs more."""
+        made = object.__new__(cls)
+        vars(made).update(
+            batch=batch, non_tensor_batch=non_tensor_batch, meta_info=meta_info, plan=None, normalizers=None
+        )
+        return made
+
     def check_consistency(self) -> None:
         """What always holds; to be called again after `batch` or one of the dicts was changed by hand.
 
@@ -74,6 +85,12 @@ class BatchData:
             if count not in {self.plan.num_rows, *shares}:
                 raise ValueError(f"a plan of {self.plan.num_rows} rows, shares {shares}, on a batch of {count} rows")
         _checked_flag(self.meta_info)
+
+    def _check_lengths(self) -> None:
+        """Before rows are taken: what was put into `non_tensor_batch` by hand may have another number of them."""
+        count = len(self)
+        if any(len(values) != count for values in self.non_tensor_batch.values()):
+            self.check_consistency()
 
     def __len__(self) -> int:
         """The number of rows; 0 on a stub."""
@@ -139,10 +156,10 @@ class BatchData:
         copied = self._with_tensors({name: value.clone() for name, value in self.tensors.items()})
         return replace(copied, non_tensor_batch=copy.deepcopy(dict(self.non_tensor_batch)))
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         tensors = None
         if self.batch is not None:
-            tensors = {name: storage.packed(value) for name, value in self.tensors.items()}
+            tensors = {name: storage.packed(value, int(protocol)) for name, value in self.tensors.items()}
         rest = (self.non_tensor_batch, self.meta_info, self.plan, self.normalizers)
         return _unpickle, (type(self), tensors, len(self), *rest)
 

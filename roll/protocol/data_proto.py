@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast, overload
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from roll.protocol import joining, row_order, storage
 from roll.protocol.batch_data import BatchData, check_tensor, tensor_dict
 from roll.protocol.field_names import check_kinds, known, listed, new_names
-from roll.protocol.rows import RowIndex, object_array, resolve_rows, take_rows
+from roll.protocol.rows import RowIndex, cut_rows, object_array, repeat_rows, resolve_rows, take_rows, tile_rows
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -87,17 +87,35 @@ class DataProto(BatchData):
     def _take(self, rows: slice | Tensor) -> DataProto:
         """Rows that exist. Without plan and normalizers, which spoke of the rows before."""
         count = len(range(*rows.indices(len(self)))) if isinstance(rows, slice) else len(rows)
-        tensors = {name: take_rows(value, rows) for name, value in self.tensors.items()}
-        return DataProto(
+        return self._with_rows(count, lambda values: take_rows(values, rows))
+
+    def _with_rows(self, count: int, change: Callable[[Any], Any]) -> DataProto:
+        """Every field changed to `count` rows in the same way."""
+        self._check_lengths()
+        tensors = {name: change(value) for name, value in self.tensors.items()}
+        return self._of_checked(
             None if self.batch is None else tensor_dict(tensors, count),
-            {name: take_rows(values, rows) for name, values in self.non_tensor_batch.items()},
-            self.meta_info,
+            {name: change(values) for name, values in self.non_tensor_batch.items()},
+            joining.own_meta(self.meta_info),
         )
 
     def _cut(self, bounds: Sequence[tuple[int, int]]) -> list[DataProto]:
         """Consecutive pieces of all rows; the first keeps the metrics, so that they are joined only once."""
-        later = replace(self, meta_info=joining.without_metrics(self.meta_info))
-        return [(later if number else self)._take(slice(*bound)) for number, bound in enumerate(bounds)]
+        self._check_lengths()
+        tensors = {name: cut_rows(value, bounds) for name, value in self.tensors.items()}
+        objects = {name: cut_rows(values, bounds) for name, values in self.non_tensor_batch.items()}
+        later = joining.without_metrics(self.meta_info)
+        pieces = []
+        for number, (begin, end) in enumerate(bounds):
+            piece = {name: parts[number] for name, parts in tensors.items()}
+            pieces.append(
+                self._of_checked(
+                    None if self.batch is None else tensor_dict(piece, end - begin),
+                    {name: parts[number] for name, parts in objects.items()},
+                    joining.own_meta(later if number else self.meta_info),
+                )
+            )
+        return pieces
 
     def select_idxs(self, rows: Sequence[int] | np.ndarray | Tensor) -> DataProto:
         """These rows in this order, by number or by mask; what `data[rows]` gives, and raises."""
@@ -130,7 +148,10 @@ class DataProto(BatchData):
 
     def repeat(self, times: int, interleave: bool = True) -> DataProto:
         """Every row `times` times: 0 0 1 1 with `interleave`, else 0 1 0 1. Raises ValueError if `times` is below 0."""
-        return self._take(row_order.repeated_rows(len(self), times, interleave))
+        if times < 0:
+            raise ValueError(f"repeat needs a number of times of at least 0, got {times}")
+        change = repeat_rows if interleave else tile_rows
+        return self._with_rows(len(self) * times, lambda values: change(values, times))
 
     def pad_to_divisor(self, divisor: int) -> tuple[DataProto, int]:
         """(the rows, and as many of them again from the first on as lack to a multiple of `divisor`; how many).
@@ -250,8 +271,8 @@ class DataProto(BatchData):
             raise ValueError(f"concat: of piece 0 and piece {without.index(not without[0])} one has no batch")
         tensors = joining.concat_tensors([piece.tensors for piece in pieces])
         objects = joining.concat_arrays([piece.non_tensor_batch for piece in pieces])
-        meta = joining.concat_metas([joining.own_meta(piece.meta_info) for piece in pieces])
-        return DataProto(None if without[0] else tensor_dict(tensors, sum(map(len, pieces))), objects, meta)
+        meta = joining.concat_metas([piece.meta_info for piece in pieces])
+        return pieces[0]._of_checked(None if without[0] else tensor_dict(tensors, sum(map(len, pieces))), objects, meta)
 
     @staticmethod
     def materialize_concat(references: Sequence[Any] | Any, timeout: float | None = None) -> DataProto:
@@ -276,7 +297,7 @@ class DataProto(BatchData):
         return DataProto(
             None if self.batch is None and other.batch is None else tensor_dict(tensors, len(self)),
             objects,
-            joining.merged_metas(joining.own_meta(self.meta_info), joining.own_meta(other.meta_info)),
+            joining.merged_metas(self.meta_info, other.meta_info),
             joining.either(self.plan, other.plan, "plan"),
             joining.either(self.normalizers, other.normalizers, "normalizers"),
         )

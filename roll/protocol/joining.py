@@ -22,6 +22,8 @@ from roll.protocol.display import describe_value
 
 METRICS = "metrics"
 
+_IMMUTABLE = (int, float, str, bool, type(None))  # nothing to copy, and most of what there is
+
 T = TypeVar("T")
 
 
@@ -30,7 +32,7 @@ def own_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ValueError if `metrics` is no dict.
     """
-    own = copy.deepcopy(dict(meta))
+    own = {name: v if isinstance(v, _IMMUTABLE) else copy.deepcopy(v) for name, v in meta.items()}
     if METRICS in own:
         own[METRICS] = listed_metrics(own[METRICS])
     return own
@@ -57,8 +59,8 @@ def concat_metas(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for name, value in first.items():
             if not same_value(value, other[name]):
                 raise ValueError(f"concat: meta_info {name} is {value!r} in piece 0, {other[name]!r} in piece {number}")
-    measured = [meta[METRICS] for meta in metas if METRICS in meta]
-    return {**first, METRICS: concat_metrics(measured)} if measured else first
+    measured = [listed_metrics(meta[METRICS]) for meta in metas if METRICS in meta]
+    return own_meta({**first, METRICS: concat_metrics(measured)} if measured else first)
 
 
 def concat_metrics(pieces: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, list[Any]]:
@@ -72,15 +74,20 @@ def concat_metrics(pieces: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, l
 
 def concat_tensors(pieces: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Rows after rows. Raises ValueError if pieces differ in names, dtypes, devices or the shape of a row."""
-    first = pieces[0]
     for number, piece in enumerate(pieces):
-        _check_same_names(first, piece, number)
-        for name, ours in first.items():
-            other = piece[name]
-            if ours.dtype != other.dtype or ours.shape[1:] != other.shape[1:] or ours.device != other.device:
+        _check_same_names(pieces[0], piece, number)
+    joined = {}
+    for name, ours in pieces[0].items():
+        column = [piece[name] for piece in pieces]
+        dtype, device, shape = ours.dtype, ours.device, ours.shape
+        for number, other in enumerate(column):
+            # Most pieces have the same shape, and slicing shapes is what this loop would spend its time on.
+            same_row = other.shape == shape or other.shape[1:] == shape[1:]
+            if not same_row or other.dtype != dtype or other.device != device:
                 here, there = describe_value(ours), describe_value(other)
                 raise ValueError(f"concat: {name} is {here} in piece 0, {there} in piece {number}")
-    return {name: torch.cat([piece[name] for piece in pieces]) for name in first}
+        joined[name] = torch.cat(column)
+    return joined
 
 
 def concat_arrays(pieces: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -100,6 +107,7 @@ def merged(ours: Mapping[str, Any], theirs: Mapping[str, Any], what: str) -> dic
 
 def merged_metas(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
     """The `meta_info` of both; metrics are merged name by name, by the same rule as everything else."""
+    ours, theirs = own_meta(ours), own_meta(theirs)
     both = merged(without_metrics(ours), without_metrics(theirs), "meta_info")
     if METRICS in ours or METRICS in theirs:
         both[METRICS] = merged(ours.get(METRICS, {}), theirs.get(METRICS, {}), "meta_info metrics")

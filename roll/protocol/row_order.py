@@ -28,14 +28,6 @@ def split_bounds(num_rows: int, size: int) -> list[tuple[int, int]]:
     return [(begin, min(begin + size, num_rows)) for begin in range(0, max(num_rows, 1), size)]
 
 
-def repeated_rows(num_rows: int, times: int, interleave: bool) -> Tensor:
-    """Every row `times` times: 0 0 1 1 with `interleave`, else 0 1 0 1."""
-    if times < 0:
-        raise ValueError(f"repeat needs a number of times of at least 0, got {times}")
-    rows = torch.arange(num_rows)
-    return rows.repeat_interleave(times) if interleave else rows.repeat(times)
-
-
 def num_padding_rows(num_rows: int, divisor: int) -> int:
     """Rows that lack to a multiple of `divisor`."""
     if divisor < 1:
@@ -61,10 +53,10 @@ def mini_batch_rows(num_rows: int, size: int, epochs: int, seed: int | None) -> 
 
 def check_permutation(rows: Tensor, num_rows: int) -> None:
     """Refuse what does not name every row once; `rows` are row numbers within the batch."""
-    count = torch.bincount(rows, minlength=num_rows)
-    wrong = (count != 1).nonzero().flatten()
+    count = np.bincount(rows.numpy(), minlength=num_rows)
+    wrong = (count != 1).nonzero()[0]
     if len(wrong):
-        row = int(wrong[0])
+        row = wrong[0]
         raise ValueError(f"reorder needs each of {num_rows} rows once; row {row} stands {int(count[row])} times")
 
 

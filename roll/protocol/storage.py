@@ -1,8 +1,8 @@
 """A batch as bytes: in a pickle, in Ray's object store, in a file.
 
-Tensors are pickled as NumPy arrays of their bytes. Protocol 5 hands these over without a copy, which Ray makes use of,
-and a slice takes only its own rows along, not the storage that it is a view of. Every dtype is exact. Values arrive on
-the CPU, whatever device they came from: whoever loads them may not have it.
+Tensors are pickled as their bytes. Protocol 5 hands these over without a copy, which Ray makes use of; a slice takes
+only its own rows along, not the storage that it is a view of. Every dtype is exact. Values arrive on the CPU, whatever
+device they came from: whoever loads them may not have it.
 """
 
 from __future__ import annotations
@@ -12,29 +12,35 @@ import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from roll.protocol.batch_data import BatchData
 
-PackedTensor = tuple[np.ndarray, torch.dtype, tuple[int, ...]]
+PackedTensor = tuple[bytes | pickle.PickleBuffer, torch.dtype, tuple[int, ...]]
 
 _HEADER = b"roll.DataProto 1\n"
 """The first line of a file: what it is, and the version of its layout."""
 
 
-def packed(tensor: Tensor) -> PackedTensor:
-    """The bytes of a tensor (no copy, if it is contiguous and on the CPU), its dtype and its shape; detached."""
-    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
-    return flat.view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape)
+def packed(tensor: Tensor, protocol: int) -> PackedTensor:
+    """The bytes of a tensor, its dtype and its shape; detached.
+
+    Under pickle protocol 5 the bytes are not copied, if the tensor is contiguous and on the CPU.
+    """
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy()
+    return pickle.PickleBuffer(flat.data) if protocol >= 5 else flat.tobytes(), tensor.dtype, tuple(tensor.shape)
 
 
-def unpacked(array: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """The tensor again. It may be written to: bytes that are shared with other processes are copied."""
-    own = array if array.flags.writeable else array.copy()
-    return torch.from_numpy(own).view(dtype).view(shape)
+def unpacked(
+    values: bytes | bytearray | memoryview | pickle.PickleBuffer, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Tensor:
+    """The tensor again. It may be written to: bytes that are read-only, as shared memory is, are copied."""
+    view = memoryview(values)
+    if not view.nbytes:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=dtype).view(shape)
 
 
 def save(data: BatchData, path: str | os.PathLike[str]) -> None:
