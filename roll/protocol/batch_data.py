@@ -153,8 +153,8 @@ class BatchData:
 
     def clone(self) -> Self:
         """A copy that shares no tensor, array or object with this one."""
-        copied = self._with_tensors({name: value.clone() for name, value in self.tensors.items()})
-        return replace(copied, non_tensor_batch=copy.deepcopy(dict(self.non_tensor_batch)))
+        tensors = {name: value.clone() for name, value in self.tensors.items()}
+        return self._with_tensors(tensors, non_tensor_batch=copy.deepcopy(dict(self.non_tensor_batch)))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         tensors = None
@@ -163,9 +163,9 @@ class BatchData:
         rest = (self.non_tensor_batch, self.meta_info, self.plan, self.normalizers)
         return _unpickle, (type(self), tensors, len(self), *rest)
 
-    def _with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
-        """Other tensors for the same rows; a stub stays one."""
-        return replace(self, batch=None if self.batch is None else tensor_dict(tensors, len(self)))
+    def _with_tensors(self, tensors: Mapping[str, Tensor], **changes: Any) -> Self:
+        """Other tensors for the same rows (a stub stays one), and `changes` of other fields of this class."""
+        return replace(self, batch=None if self.batch is None else tensor_dict(tensors, len(self)), **changes)
 
 
 def tensor_dict(tensors: Mapping[str, Tensor], num_rows: int) -> TensorDict:

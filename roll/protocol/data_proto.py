@@ -204,8 +204,8 @@ class DataProto(BatchData):
         names = known(tensors if batch_keys is None else batch_keys, tensors)
         object_names = known(objects if non_tensor_batch_keys is None else non_tensor_batch_keys, objects)
         meta_names = known(meta if meta_info_keys is None else meta_info_keys, meta)
-        return replace(
-            self._with_tensors({name: tensors[name] for name in names}),
+        return self._with_tensors(
+            {name: tensors[name] for name in names},
             non_tensor_batch={name: objects[name] for name in object_names},
             meta_info={name: meta[name] for name in meta_names},
         )
@@ -234,8 +234,10 @@ class DataProto(BatchData):
         Raises KeyError for an unknown name; ValueError when the two do not pair up, or two fields would share a name.
         """
         names = new_names(old_keys, new_keys, self.to_dict())
-        renamed = self._with_tensors({names[name]: value for name, value in self.tensors.items()})
-        return replace(renamed, non_tensor_batch={names[name]: v for name, v in self.non_tensor_batch.items()})
+        return self._with_tensors(
+            {names[name]: value for name, value in self.tensors.items()},
+            non_tensor_batch={names[name]: values for name, values in self.non_tensor_batch.items()},
+        )
 
     def update(self, fields: Mapping[str, Tensor | Sequence[Any] | np.ndarray]) -> DataProto:
         """New fields, and new values of fields, for the same rows. Plan and normalizers stay.
