@@ -268,6 +268,10 @@ class DataProto(BatchData):
         """
         if not pieces:
             raise ValueError("concat needs at least one piece")
+        for number, piece in enumerate(pieces):
+            if not isinstance(piece, DataProto):
+                raise ValueError(f"concat: piece {number} is a {type(piece).__name__}, not a DataProto")
+            piece._check_lengths()
         without = [piece.batch is None for piece in pieces]
         if any(without) and not all(without):
             raise ValueError(f"concat: of piece 0 and piece {without.index(not without[0])} one has no batch")

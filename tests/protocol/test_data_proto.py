@@ -92,7 +92,7 @@ def test_sparse_and_nested_tensors_are_refused() -> None:
 def test_consistency_is_checked_again_on_request_and_before_rows_are_taken() -> None:
     data = batch_of(2)
     vars(data)["non_tensor_batch"]["late"] = np.array([None] * 3, dtype=object)
-    for check in (data.check_consistency, lambda: data[0], lambda: data.chunk(2), lambda: data.repeat(2)):
+    for check in (data.check_consistency, lambda: data[0], lambda: data.chunk(2), lambda: DataProto.concat([data])):
         with pytest.raises(ValueError, match=r"same number of rows, got .*'late': 3"):
             check()
     vars(data)["non_tensor_batch"]["late"] = ["a", "b"]
@@ -307,6 +307,8 @@ def test_pieces_that_differ_are_not_joined(piece: DataProto, message: str) -> No
 def test_concat_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one piece"):
         DataProto.concat([])
+    with pytest.raises(ValueError, match="piece 1 is a NoneType, not a DataProto"):
+        DataProto.concat([batch_of(1), None])  # type: ignore[list-item]
 
 
 def test_mini_batches_hold_every_row_once_in_each_epoch() -> None:

@@ -63,6 +63,7 @@ def test_what_arrives_may_be_written_to() -> None:
 
 def test_a_failure_and_a_delay_reach_who_waits() -> None:
     worker, busy = Holder.remote(), Holder.remote()
+    ray.get([worker.rows.remote(0, 1), busy.rows.remote(0, 1)])  # both are there
     never = busy.sleep.remote()
     begun = time.monotonic()
     with pytest.raises(ArithmeticError, match="no rows today"):
