@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -38,20 +39,28 @@ class Holder:
         return batch["x"].tolist(), list(batch["name"]), batch.meta_info
 
 
-def test_rows_go_from_worker_to_worker() -> None:
-    first, second = Holder.remote(), Holder.remote()
+@pytest.fixture(scope="module")
+def holders(local_ray: None) -> Iterator[list[Any]]:
+    """Two workers that are up."""
+    workers = [Holder.remote() for _ in range(2)]
+    ray.get([worker.rows.remote(0, 1) for worker in workers])
+    yield workers
+    for worker in workers:
+        ray.kill(worker)
+
+
+def test_rows_go_from_worker_to_worker(holders: list[Any]) -> None:
+    first, second = holders
     parts = [first.rows.remote(0, 3), second.rows.remote(3, 6)]
     for sizes in ([3, 3], None):
         shares = DataProtoFuture.concat(parts, sizes=sizes).chunk(2)
         received = ray.get(
-            [worker.receive.remote(share, 30) for worker, share in zip((second, first), shares, strict=True)]
+            [worker.receive.remote(share, 120) for worker, share in zip((second, first), shares, strict=True)]
         )
         assert [rows for rows, _, _ in received] == [[0, 1, 2], [3, 4, 5]]
         assert received[1][1] == ["row 3", "row 4", "row 5"]
-    whole = DataProto.materialize_concat(parts, timeout=30)
+    whole = DataProto.materialize_concat(parts, timeout=120)
     assert whole["x"].tolist() == list(range(6)) and whole.meta_info == {"metrics": {"begin": [0, 3]}}
-    for worker in (first, second):
-        ray.kill(worker)
 
 
 def test_what_arrives_may_be_written_to() -> None:
@@ -61,15 +70,12 @@ def test_what_arrives_may_be_written_to() -> None:
     assert not ray.get(reference)["x"].any()
 
 
-def test_a_failure_and_a_delay_reach_who_waits() -> None:
-    worker, busy = Holder.remote(), Holder.remote()
-    ray.get([worker.rows.remote(0, 1), busy.rows.remote(0, 1)])  # both are there
-    never = busy.sleep.remote()
+def test_a_failure_and_a_delay_reach_who_waits(holders: list[Any]) -> None:
+    worker, busy = holders
+    never = busy.sleep.remote()  # the last test, since this worker is of no use any more
     begun = time.monotonic()
     with pytest.raises(ArithmeticError, match="no rows today"):
         DataProtoFuture.concat([never, worker.fail.remote()]).get()
     with pytest.raises(TimeoutError, match=r"1 of 2 parts did not arrive in .*: number \[0\]"):
         DataProtoFuture.concat([never, worker.rows.remote(0, 1)]).get(timeout=0.5)
     assert time.monotonic() - begun < 20
-    ray.kill(worker)
-    ray.kill(busy)
