@@ -114,7 +114,7 @@ def test_a_failed_part_is_raised_at_once() -> None:
     _, parts = remote_pieces([2])
     begun = time.monotonic()
     with pytest.raises(ArithmeticError, match="on rank 1"):
-        DataProtoFuture.concat([Future(), failed(ArithmeticError("on rank 1")), *parts]).get()
+        DataProtoFuture.concat([Future(), failed(ArithmeticError("on rank 1")), *parts]).get(timeout=20)
     assert time.monotonic() - begun < 5
 
 
