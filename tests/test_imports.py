@@ -28,6 +28,7 @@ def loaded_by(statement: str, candidates: list[str]) -> list[str]:
         ("import roll", ["torch", "ray", "megatron", "transformers", "pydantic"]),
         ("import roll.config", ["torch", "ray", "megatron", "transformers"]),
         ("import roll.protocol", ["ray", "megatron", "transformers"]),
+        ("from roll.protocol import DataProtoFuture, from_verl", ["ray", "megatron", "transformers", "verl"]),
         ("import roll.data", ["torch", "ray", "megatron", "transformers", "datasets"]),
         (
             "from roll.data import PackBatchSampler, PackedLoader, TokenizedFolder, load_batch, unpack_data",

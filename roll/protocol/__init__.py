@@ -9,32 +9,51 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from roll.protocol.adapters import from_tensordict, from_verl, to_tensordict, to_verl
     from roll.protocol.broadcast import broadcast_batch, broadcast_obj, broadcast_tensors
     from roll.protocol.data_proto import DataProto
     from roll.protocol.fields import check_model_batch
+    from roll.protocol.functions import collate_fn, pad_dataproto_to_divisor, unpad_dataproto
+    from roll.protocol.future import DataProtoFuture
     from roll.protocol.normalizers import LossNormalizers, count_loss_tokens
     from roll.protocol.plan import MicroBatchPlan
 
 __all__ = [
     "DataProto",
+    "DataProtoFuture",
     "LossNormalizers",
     "MicroBatchPlan",
     "broadcast_batch",
     "broadcast_obj",
     "broadcast_tensors",
     "check_model_batch",
+    "collate_fn",
     "count_loss_tokens",
+    "from_tensordict",
+    "from_verl",
+    "pad_dataproto_to_divisor",
+    "to_tensordict",
+    "to_verl",
+    "unpad_dataproto",
 ]
 
 _MODULES = {
     "DataProto": "data_proto",
+    "DataProtoFuture": "future",
     "LossNormalizers": "normalizers",
     "MicroBatchPlan": "plan",
     "broadcast_batch": "broadcast",
     "broadcast_obj": "broadcast",
     "broadcast_tensors": "broadcast",
     "check_model_batch": "fields",
+    "collate_fn": "functions",
     "count_loss_tokens": "normalizers",
+    "from_tensordict": "adapters",
+    "from_verl": "adapters",
+    "pad_dataproto_to_divisor": "functions",
+    "to_tensordict": "adapters",
+    "to_verl": "adapters",
+    "unpad_dataproto": "functions",
 }
 
 

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar, cast, overload
+import os
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast, overload
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
-from roll.protocol.normalizers import LossNormalizers
-from roll.protocol.plan import MicroBatchPlan
-from roll.protocol.rows import RowIndex, object_array, resolve_rows, same_value, take_rows
-
-T = TypeVar("T")
+from roll.protocol import joining, row_order, storage
+from roll.protocol.batch_data import BatchData, check_tensor, tensor_dict
+from roll.protocol.field_names import check_kinds, known, listed, new_names
+from roll.protocol.rows import RowIndex, cut_rows, object_array, repeat_rows, resolve_rows, take_rows, tile_rows
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class DataProto:
-    """Rows with tensors, Python objects and what holds for all rows. Operations return new objects.
+class DataProto(BatchData):
+    """Rows with tensors, Python objects and what holds for all rows.
 
     Example, three rows of four tokens:
 
@@ -29,47 +27,16 @@ class DataProto:
         len(data)                    # 3
         data["input_ids"]            # tensor [3, 4]
         data[1:]                     # DataProto, the last two rows
+        data[-1]                     # DataProto, the last row alone
         DataProto.concat(data.chunk(2))  # the same rows again
 
-    Tensors of a result may be views of the original's (slices, chunks), so treat them as read-only. `meta_info` is
-    copied, never shared. `plan` and `normalizers` speak of the rows as they are; operations that change the rows or
-    their order (indexing, chunk, split, concat, repeat, iteration) leave them out.
-
-    Raises ValueError when fields have different numbers of rows, a name stands for a tensor and an object field, a
-    value is not a tensor or one entry per row, or the plan is for another number of rows.
+    Every method returns something new and leaves this object and its arguments as they are; also `pop`, `union`,
+    `rename`, `reorder` and `to`, which in ROLL and verl change the batch in place. Tensors of a result may be views of
+    the original's (slices, chunks), so treat them as read-only. `meta_info` is copied, never shared; its entry
+    `metrics` is joined as `roll.protocol.joining` says. `plan` and `normalizers` speak of the rows as they are:
+    operations that change the rows or their order (indexing, chunk, split, concat, repeat, reorder, padding, grouping,
+    iteration) leave them out. A batch without rows is legal for every method.
     """
-
-    batch: TensorDict | None = None
-    """Tensors, each [B, ...]; the TensorDict's batch size is [B]. None on a stub."""
-    non_tensor_batch: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Object arrays, each [B]."""
-    meta_info: dict[str, Any] = field(default_factory=dict)
-    """What holds for all rows."""
-    plan: MicroBatchPlan | None = None
-    """Set by the driver; on a share it is still the plan of the whole batch."""
-    normalizers: LossNormalizers | None = None
-    """Set by the strategy for a training step; counted over the whole step, not over these rows."""
-
-    def __post_init__(self) -> None:
-        set_field = object.__setattr__  # only here: a frozen dataclass normalises its own fields
-        if self.batch is not None:
-            set_field(self, "batch", _checked_batch(self.batch))
-        objects = {name: object_array(values, name) for name, values in self.non_tensor_batch.items()}
-        set_field(self, "non_tensor_batch", objects)
-        set_field(self, "meta_info", copy.deepcopy(dict(self.meta_info)))
-        lengths = self._lengths
-        if any(length != len(self) for length in lengths.values()):
-            raise ValueError(f"fields must have the same number of rows, got {lengths}")
-        both = sorted(self.tensors.keys() & objects.keys())
-        if both:
-            raise ValueError(f"{', '.join(both)}: given both as tensor and as non-tensor field")
-        if self.plan is not None and lengths:
-            fitting = {self.plan.num_rows, *(len(rows) for rows in self.plan.rows)}
-            if len(self) not in fitting:
-                shares = [len(rows) for rows in self.plan.rows]
-                raise ValueError(
-                    f"a plan of {self.plan.num_rows} rows, shares {shares}, on a batch of {len(self)} rows"
-                )
 
     @classmethod
     def from_dict(
@@ -81,64 +48,26 @@ class DataProto:
         """A batch of these tensors [B, ...] and lists or arrays of length B."""
         objects = {name: object_array(values, name) for name, values in (non_tensors or {}).items()}
         for name, value in tensors.items():
-            if not isinstance(value, Tensor) or value.ndim == 0:
-                raise ValueError(f"{name} must be a tensor [B, ...], got {_describe(value)}")
+            check_tensor(name, value)
         lengths = {name: len(tensor) for name, tensor in tensors.items()}
         lengths |= {name: len(values) for name, values in objects.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"fields must have the same number of rows, got {lengths}")
-        return cls(_tensor_dict(tensors, next(iter(lengths.values()), 0)), objects, dict(meta_info or {}))
+        return cls(tensor_dict(tensors, next(iter(lengths.values()), 0)), objects, dict(meta_info or {}))
 
-    def __len__(self) -> int:
-        """The number of rows; 0 on a stub."""
-        if self.batch is not None:
-            return int(self.batch.batch_size[0])
-        return next((len(values) for values in self.non_tensor_batch.values()), 0)
+    @classmethod
+    def from_single_dict(
+        cls, fields: Mapping[str, Tensor | Sequence[Any] | np.ndarray], meta_info: Mapping[str, Any] | None = None
+    ) -> DataProto:
+        """A batch of these fields: tensors go to `batch`, lists and arrays to `non_tensor_batch`. See `to_dict`."""
+        tensors = {name: value for name, value in fields.items() if isinstance(value, Tensor)}
+        objects = {name: value for name, value in fields.items() if not isinstance(value, Tensor)}
+        return cls.from_dict(tensors, objects, meta_info)
 
     def __iter__(self) -> Iterator[DataProto]:
         return (self[row] for row in range(len(self)))
 
-    def __repr__(self) -> str:
-        parts = [f"{len(self)} rows"]
-        if self.batch is None:
-            parts.append("batch=None")
-        else:
-            fields = ", ".join(f"{name}: {_describe(value)}" for name, value in self.tensors.items())
-            parts.append(f"batch={{{fields}}}")
-        if self.non_tensor_batch:
-            fields = ", ".join(f"{name}: object{list(a.shape)}" for name, a in self.non_tensor_batch.items())
-            parts.append(f"non_tensor_batch={{{fields}}}")
-        if self.meta_info:
-            parts.append(f"meta_info={self.meta_info}")
-        if self.plan is not None:
-            parts.append(f"plan={self.plan.dp_size} x {self.plan.num_micro_batches} micro-batches")
-        if self.normalizers is not None:
-            parts.append(f"normalizers={self.normalizers}")
-        return f"DataProto({', '.join(parts)})"
-
-    def __reduce__(self) -> tuple[Callable[..., DataProto], tuple[Any, ...]]:
-        # A view is pickled alone, not with the storage that it is a view of.
-        tensors = None if self.batch is None else {name: _compact(value) for name, value in self.tensors.items()}
-        return _unpickle, (tensors, len(self), self.non_tensor_batch, self.meta_info, self.plan, self.normalizers)
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensor fields by name, in a new dict; empty on a stub."""
-        return {} if self.batch is None else cast("dict[str, Tensor]", dict(self.batch.items()))
-
-    @property
-    def _lengths(self) -> dict[str, int]:
-        fields: dict[str, Any] = {**self.tensors, **self.non_tensor_batch}
-        return {name: len(values) for name, values in fields.items()}
-
-    def _with_rows(self, num_rows: int, change: Callable[[Any], Any]) -> DataProto:
-        """Every field changed in its rows; without plan and normalizers, which spoke of the rows before."""
-        tensors = {name: change(value) for name, value in self.tensors.items()}
-        return DataProto(
-            None if self.batch is None else _tensor_dict(tensors, num_rows),
-            {name: change(values) for name, values in self.non_tensor_batch.items()},
-            self.meta_info,
-        )
+    # --- rows ---------------------------------------------------------------------------------------------------------
 
     @overload
     def __getitem__(self, index: str) -> Any: ...
@@ -147,41 +76,220 @@ class DataProto:
     def __getitem__(self, index: str | RowIndex) -> Any:
         """A field by name (tensor or object array), or rows by number, slice, list, array or mask as a DataProto.
 
-        Raises KeyError for an unknown name, IndexError for a row that does not exist.
+        Raises KeyError for an unknown name, IndexError for a row that does not exist, ValueError or TypeError for what
+        names no rows.
         """
         if isinstance(index, str):
-            fields: dict[str, Any] = {**self.tensors, **self.non_tensor_batch}
-            return fields[_known([index], fields)[0]]
-        rows = resolve_rows(index, len(self))
+            fields = self.to_dict()
+            return fields[known([index], fields)[0]]
+        return self._take(resolve_rows(index, len(self)))
+
+    def _take(self, rows: slice | Tensor) -> DataProto:
+        """Rows that exist. Without plan and normalizers, which spoke of the rows before."""
         count = len(range(*rows.indices(len(self)))) if isinstance(rows, slice) else len(rows)
         return self._with_rows(count, lambda values: take_rows(values, rows))
 
+    def _with_rows(self, count: int, change: Callable[[Any], Any]) -> DataProto:
+        """Every field changed to `count` rows in the same way."""
+        self._check_lengths()
+        tensors = {name: change(value) for name, value in self.tensors.items()}
+        return self._of_checked(
+            None if self.batch is None else tensor_dict(tensors, count),
+            {name: change(values) for name, values in self.non_tensor_batch.items()},
+            joining.own_meta(self.meta_info),
+        )
+
+    def _cut(self, bounds: Sequence[tuple[int, int]]) -> list[DataProto]:
+        """Consecutive pieces of all rows; the first keeps the metrics, so that they are joined only once."""
+        self._check_lengths()
+        tensors = {name: cut_rows(value, bounds) for name, value in self.tensors.items()}
+        objects = {name: cut_rows(values, bounds) for name, values in self.non_tensor_batch.items()}
+        later = joining.without_metrics(self.meta_info)
+        pieces = []
+        for number, (begin, end) in enumerate(bounds):
+            piece = {name: parts[number] for name, parts in tensors.items()}
+            pieces.append(
+                self._of_checked(
+                    None if self.batch is None else tensor_dict(piece, end - begin),
+                    {name: parts[number] for name, parts in objects.items()},
+                    joining.own_meta(later if number else self.meta_info),
+                )
+            )
+        return pieces
+
     def select_idxs(self, rows: Sequence[int] | np.ndarray | Tensor) -> DataProto:
-        """These rows in this order, by number or by mask."""
+        """These rows in this order, by number or by mask; what `data[rows]` gives, and raises."""
         return self[rows]
 
+    def reorder(self, order: Sequence[int] | np.ndarray | Tensor) -> DataProto:
+        """All rows in another order: row `order[i]` comes to place i.
+
+        Raises ValueError unless each row stands in `order` once.
+        """
+        rows = resolve_rows(order, len(self))
+        if isinstance(rows, slice):
+            raise ValueError(f"reorder needs a list or an array of row numbers, got {order!r}")
+        row_order.check_permutation(rows, len(self))
+        return self._take(rows)
+
+    def chunk(self, chunks: int) -> list[DataProto]:
+        """Consecutive pieces whose sizes differ by one at most, the larger first; empty ones when rows are too few.
+
+        Raises ValueError for less than one chunk.
+        """
+        return self._cut(row_order.chunk_bounds(len(self), chunks))
+
+    def split(self, size: int) -> list[DataProto]:
+        """Consecutive pieces of `size` rows, the last perhaps smaller; an empty batch is one empty piece.
+
+        Raises ValueError for pieces of less than one row.
+        """
+        return self._cut(row_order.split_bounds(len(self), size))
+
+    def repeat(self, times: int, interleave: bool = True) -> DataProto:
+        """Every row `times` times: 0 0 1 1 with `interleave`, else 0 1 0 1. Raises ValueError if `times` is below 0."""
+        if times < 0:
+            raise ValueError(f"repeat needs a number of times of at least 0, got {times}")
+        change = repeat_rows if interleave else tile_rows
+        return self._with_rows(len(self) * times, lambda values: change(values, times))
+
+    def pad_to_divisor(self, divisor: int) -> tuple[DataProto, int]:
+        """(the rows, and as many of them again from the first on as lack to a multiple of `divisor`; how many).
+
+        `padded.unpad(count)` undoes it. Raises ValueError if `divisor` is below 1.
+        """
+        count = row_order.num_padding_rows(len(self), divisor)
+        return self._take(torch.arange(len(self) + count) % max(len(self), 1)), count
+
+    def unpad(self, count: int) -> DataProto:
+        """Without the last `count` rows. Raises ValueError if there are not so many."""
+        if not 0 <= count <= len(self):
+            raise ValueError(f"unpad of {count} rows from a batch of {len(self)} rows")
+        return self._take(slice(0, len(self) - count))
+
+    def group_by(self, names: str | Sequence[str]) -> dict[Hashable, DataProto]:
+        """The rows of each value of a field, or of each tuple of values of several, in order of first appearance.
+
+        Values are Python values: of an object field as they are, of a tensor [B] as numbers.
+
+        Raises KeyError for an unknown name; ValueError for no name, a tensor that is not [B], a value that cannot be
+        hashed, or NaN.
+        """
+        fields = self.to_dict()
+        groups = row_order.rows_by_value({name: fields[name] for name in known(listed(names), fields)})
+        return {value: self[rows] for value, rows in groups.items()}
+
+    def make_iterator(self, mini_batch_size: int, epochs: int = 1, seed: int | None = None) -> Iterator[DataProto]:
+        """Mini-batches of all rows, `epochs` times: in order, or in an order drawn anew each epoch from `seed`.
+
+        The same seed gives the same orders, so vary it from step to step.
+
+        Raises ValueError, at once, when the rows are not a multiple of `mini_batch_size`.
+        """
+        return map(self._take, row_order.mini_batch_rows(len(self), mini_batch_size, epochs, seed))
+
+    # --- fields -------------------------------------------------------------------------------------------------------
+
     def select(
-        self, batch_keys: Sequence[str] | None = None, non_tensor_batch_keys: Sequence[str] | None = None
+        self,
+        batch_keys: Sequence[str] | None = None,
+        non_tensor_batch_keys: Sequence[str] | None = None,
+        meta_info_keys: Sequence[str] | None = None,
     ) -> DataProto:
-        """The named fields; None means all of that kind. Rows, plan and normalizers stay."""
-        tensors = self.tensors
-        names = _known(tensors if batch_keys is None else batch_keys, tensors)
-        objects = _known(
-            self.non_tensor_batch if non_tensor_batch_keys is None else non_tensor_batch_keys, self.non_tensor_batch
+        """The named fields and entries; None means all of that kind. Rows, plan and normalizers stay.
+
+        Raises KeyError for an unknown name.
+        """
+        tensors, objects, meta = self.tensors, self.non_tensor_batch, self.meta_info
+        names = known(tensors if batch_keys is None else batch_keys, tensors)
+        object_names = known(objects if non_tensor_batch_keys is None else non_tensor_batch_keys, objects)
+        meta_names = known(meta if meta_info_keys is None else meta_info_keys, meta)
+        return self._with_tensors(
+            {name: tensors[name] for name in names},
+            non_tensor_batch={name: objects[name] for name in object_names},
+            meta_info={name: meta[name] for name in meta_names},
         )
-        batch = None if self.batch is None else _tensor_dict({name: tensors[name] for name in names}, len(self))
-        return replace(self, batch=batch, non_tensor_batch={name: self.non_tensor_batch[name] for name in objects})
 
     def pop(
-        self, batch_keys: Sequence[str] = (), non_tensor_batch_keys: Sequence[str] = ()
+        self,
+        batch_keys: Sequence[str] = (),
+        non_tensor_batch_keys: Sequence[str] = (),
+        meta_info_keys: Sequence[str] | None = None,
     ) -> tuple[DataProto, DataProto]:
-        """(the named fields, all others), both with all rows; this object stays as it is."""
-        popped = self.select(batch_keys, non_tensor_batch_keys)
+        """(the named fields, all others), both with all rows; this object stays as it is.
+
+        Both have all of `meta_info`, unless `meta_info_keys` deals it out as well. Raises KeyError for an unknown name.
+        """
+        popped = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
         rest = self.select(
             [name for name in self.tensors if name not in batch_keys],
             [name for name in self.non_tensor_batch if name not in non_tensor_batch_keys],
+            [name for name in self.meta_info if meta_info_keys is None or name not in meta_info_keys],
         )
         return popped, rest
+
+    def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:
+        """Fields under other names, in their old places; names may be exchanged. Rows, plan and normalizers stay.
+
+        Raises KeyError for an unknown name; ValueError when the two do not pair up, or two fields would share a name.
+        """
+        names = new_names(old_keys, new_keys, self.to_dict())
+        return self._with_tensors(
+            {names[name]: value for name, value in self.tensors.items()},
+            non_tensor_batch={names[name]: values for name, values in self.non_tensor_batch.items()},
+        )
+
+    def update(self, fields: Mapping[str, Tensor | Sequence[Any] | np.ndarray]) -> DataProto:
+        """New fields, and new values of fields, for the same rows. Plan and normalizers stay.
+
+        Raises ValueError for another number of rows, or when a tensor would take the place of objects or vice versa.
+        """
+        given, empty = DataProto.from_single_dict(fields), self.batch is None and not self.non_tensor_batch
+        if not fields:
+            return replace(self)
+        if len(given) != len(self) and not empty:
+            raise ValueError(f"update of {len(self)} rows with fields of {len(given)} rows")
+        check_kinds(self.to_dict(), given.to_dict())
+        tensors = {**self.tensors, **given.tensors}
+        return replace(
+            self,
+            batch=tensor_dict(tensors, len(given)) if tensors else self.batch,
+            non_tensor_batch={**self.non_tensor_batch, **given.non_tensor_batch},
+        )
+
+    # --- several batches ----------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def concat(pieces: Sequence[DataProto]) -> DataProto:
+        """The rows of all pieces in order; the inverse of chunk and split.
+
+        Raises ValueError when there is no piece, or the pieces differ in fields, dtypes, devices, shapes of a row or
+        meta_info. Metrics are listed as `roll.protocol.joining` says.
+        """
+        if not pieces:
+            raise ValueError("concat needs at least one piece")
+        for number, piece in enumerate(pieces):
+            if not isinstance(piece, DataProto):
+                raise ValueError(f"concat: piece {number} is a {type(piece).__name__}, not a DataProto")
+            piece._check_lengths()
+        without = [piece.batch is None for piece in pieces]
+        if any(without) and not all(without):
+            raise ValueError(f"concat: of piece 0 and piece {without.index(not without[0])} one has no batch")
+        tensors = joining.concat_tensors([piece.tensors for piece in pieces])
+        objects = joining.concat_arrays([piece.non_tensor_batch for piece in pieces])
+        meta = joining.concat_metas([piece.meta_info for piece in pieces])
+        return pieces[0]._of_checked(None if without[0] else tensor_dict(tensors, sum(map(len, pieces))), objects, meta)
+
+    @staticmethod
+    def materialize_concat(references: Sequence[Any] | Any, timeout: float | None = None) -> DataProto:
+        """The rows of pieces that are still remote, fetched and joined; one reference is joined like many.
+
+        Takes what `DataProtoFuture` takes, and raises what its `get` and `concat` raise.
+        """
+        from roll.protocol.future import DataProtoFuture
+
+        several = isinstance(references, list | tuple)
+        return DataProtoFuture.concat(references if several else [references]).get(timeout)
 
     def union(self, other: DataProto) -> DataProto:
         """The fields and meta data of both, for the same rows.
@@ -190,161 +298,28 @@ class DataProto:
         """
         if len(self) != len(other):
             raise ValueError(f"union of {len(self)} and {len(other)} rows")
-        tensors = _merged(self.tensors, other.tensors, "batch")
-        objects = _merged(self.non_tensor_batch, other.non_tensor_batch, "non_tensor_batch")
+        tensors = joining.merged(self.tensors, other.tensors, "batch")
+        objects = joining.merged(self.non_tensor_batch, other.non_tensor_batch, "non_tensor_batch")
         return DataProto(
-            None if self.batch is None and other.batch is None else _tensor_dict(tensors, len(self)),
+            None if self.batch is None and other.batch is None else tensor_dict(tensors, len(self)),
             objects,
-            _merged(self.meta_info, other.meta_info, "meta_info"),
-            _either(self.plan, other.plan, "plan"),
-            _either(self.normalizers, other.normalizers, "normalizers"),
+            joining.merged_metas(self.meta_info, other.meta_info),
+            joining.either(self.plan, other.plan, "plan"),
+            joining.either(self.normalizers, other.normalizers, "normalizers"),
         )
 
-    def chunk(self, chunks: int) -> list[DataProto]:
-        """Consecutive pieces whose sizes differ by one at most, the larger first; empty ones when rows are too few."""
-        if chunks < 1:
-            raise ValueError(f"chunk needs at least 1 chunk, got {chunks}")
-        size, larger = divmod(len(self), chunks)
-        ends = [(i + 1) * size + min(i + 1, larger) for i in range(chunks)]
-        return [self[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+    # --- files --------------------------------------------------------------------------------------------------------
 
-    def split(self, size: int) -> list[DataProto]:
-        """Consecutive pieces of `size` rows, the last perhaps smaller; an empty batch is one empty piece."""
-        if size < 1:
-            raise ValueError(f"split needs pieces of at least 1 row, got {size}")
-        return [self[begin : begin + size] for begin in range(0, max(len(self), 1), size)]
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write everything into one file, which appears whole or not at all; its folder must exist."""
+        storage.save(self, path)
 
     @staticmethod
-    def concat(pieces: Sequence[DataProto]) -> DataProto:
-        """The rows of all pieces in order; the inverse of chunk and split.
+    def load(path: str | os.PathLike[str]) -> DataProto:
+        """What `save` wrote, tensors on the CPU.
 
-        Raises ValueError when there is no piece, or the pieces differ in fields, dtypes, shapes of a row or meta_info.
+        The objects are a pickle, and reading a pickle runs what it says: load only files that you trust.
+
+        Raises ValueError if the file is none that `save` wrote, or not all of it.
         """
-        if not pieces:
-            raise ValueError("concat needs at least one piece")
-        first = pieces[0]
-        for number, piece in enumerate(pieces):
-            _check_concat(first, piece, number)
-        tensors = {name: torch.cat([piece[name] for piece in pieces]) for name in first.tensors}
-        objects = {name: np.concatenate([piece[name] for piece in pieces]) for name in first.non_tensor_batch}
-        num_rows = sum(len(piece) for piece in pieces)
-        return DataProto(None if first.batch is None else _tensor_dict(tensors, num_rows), objects, first.meta_info)
-
-    def repeat(self, times: int, interleave: bool = True) -> DataProto:
-        """Every row `times` times: 0 0 1 1 with `interleave`, else 0 1 0 1."""
-        if times < 0:
-            raise ValueError(f"repeat needs a number of times of at least 0, got {times}")
-        rows = torch.arange(len(self))
-        return self[rows.repeat_interleave(times) if interleave else rows.repeat(times)]
-
-    def make_iterator(self, mini_batch_size: int, epochs: int = 1, seed: int | None = None) -> Iterator[DataProto]:
-        """Mini-batches of all rows, `epochs` times: in order, or in an order drawn anew each epoch from `seed`.
-
-        Raises ValueError, at once, when the rows are not a multiple of `mini_batch_size`.
-        """
-        if mini_batch_size < 1 or len(self) % mini_batch_size:
-            raise ValueError(f"{len(self)} rows are not a multiple of mini_batch_size {mini_batch_size}")
-        if epochs < 0:
-            raise ValueError(f"epochs must be at least 0, got {epochs}")
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
-
-        def mini_batches() -> Iterator[DataProto]:
-            for _ in range(epochs):
-                count = len(self)
-                order = torch.arange(count) if generator is None else torch.randperm(count, generator=generator)
-                yield from (self[rows] for rows in order.split(mini_batch_size) if len(rows))
-
-        return mini_batches()
-
-    def to(self, device: torch.device | str) -> DataProto:
-        """The same with all tensors on `device`."""
-        if self.batch is None:
-            return replace(self)
-        moved = {name: value.to(device) for name, value in self.tensors.items()}
-        return replace(self, batch=_tensor_dict(moved, len(self)))
-
-    def clone(self) -> DataProto:
-        """A copy that shares no tensor, array or object with this one."""
-        objects = copy.deepcopy(dict(self.non_tensor_batch))
-        return replace(self, batch=None if self.batch is None else self.batch.clone(), non_tensor_batch=objects)
-
-    def stub(self) -> DataProto:
-        """Only meta_info, plan and normalizers: what ranks get that receive the rows from their leader."""
-        return replace(self, batch=None, non_tensor_batch={})
-
-    def with_plan(self, plan: MicroBatchPlan | None) -> DataProto:
-        """The same rows with this micro-batch plan."""
-        return replace(self, plan=plan)
-
-    def with_normalizers(self, normalizers: LossNormalizers | None) -> DataProto:
-        """The same rows with these denominators of the loss."""
-        return replace(self, normalizers=normalizers)
-
-
-def _tensor_dict(tensors: Mapping[str, Tensor], num_rows: int) -> TensorDict:
-    return TensorDict(dict(tensors), batch_size=[num_rows])
-
-
-def _unpickle(tensors: dict[str, Tensor] | None, num_rows: int, *fields: Any) -> DataProto:
-    return DataProto(None if tensors is None else _tensor_dict(tensors, num_rows), *fields)
-
-
-def _checked_batch(batch: TensorDict) -> TensorDict:
-    """A shallow copy, so that a field added to it does not appear in the caller's."""
-    if len(batch.batch_size) != 1:
-        raise ValueError(f"batch must have one batch dimension [B], got {list(batch.batch_size)}")
-    for name, value in batch.items():
-        if not isinstance(value, Tensor):
-            raise ValueError(f"{name} must be a tensor [B, ...], got {_describe(value)}")
-    return batch.clone(recurse=False)
-
-
-def _compact(tensor: Tensor) -> Tensor:
-    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _describe(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    where = "" if value.device.type == "cpu" else f" on {value.device}"
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{where}"
-
-
-def _known(names: Sequence[str] | Mapping[str, Any], fields: Mapping[str, Any]) -> list[str]:
-    unknown = [name for name in names if name not in fields]
-    if unknown:
-        raise KeyError(f"no field {', '.join(unknown)}; there are {', '.join(sorted(fields)) or 'none'}")
-    return list(names)
-
-
-def _merged(ours: Mapping[str, Any], theirs: Mapping[str, Any], what: str) -> dict[str, Any]:
-    for name in ours.keys() & theirs.keys():
-        if not same_value(ours[name], theirs[name]):
-            raise ValueError(f"union: {what} has different values of {name}")
-    return {**ours, **theirs}
-
-
-def _either(ours: T | None, theirs: T | None, what: str) -> T | None:
-    if ours is not None and theirs is not None and ours != theirs:
-        raise ValueError(f"union: {what} is {ours} and {theirs}")
-    return theirs if ours is None else ours
-
-
-def _check_concat(first: DataProto, piece: DataProto, number: int) -> None:
-    if (first.batch is None) != (piece.batch is None):
-        raise ValueError(f"concat: of piece 0 and piece {number} one has no batch")
-    for what in ("tensors", "non_tensor_batch", "meta_info"):
-        ours, theirs = getattr(first, what), getattr(piece, what)
-        if ours.keys() != theirs.keys():
-            differing = ", ".join(sorted(ours.keys() ^ theirs.keys()))
-            raise ValueError(f"concat: {differing} is not in both piece 0 and piece {number}")
-    for name, value in first.tensors.items():
-        other = piece[name]
-        if value.dtype != other.dtype or value.shape[1:] != other.shape[1:]:
-            raise ValueError(f"concat: {name} is {_describe(value)} in piece 0, {_describe(other)} in piece {number}")
-    for name, value in first.meta_info.items():
-        if not same_value(value, piece.meta_info[name]):
-            raise ValueError(
-                f"concat: meta_info {name} is {value!r} in piece 0, {piece.meta_info[name]!r} in piece {number}"
-            )
+        return cast("DataProto", storage.load(path))

@@ -33,7 +33,8 @@ MODEL_FIELDS: dict[str, Field] = {
     "returns": Field(torch.float32, per_next_token=True),
     "token_rewards": Field(torch.float32, per_next_token=True),
 }
-"""What strategies read. attention_mask is a run of ones in each row; response_mask is 1 on response tokens."""
+"""What strategies read. attention_mask is a run of ones in each row; response_mask is 1 on the tokens to be learned,
+and may have holes (what a tool said between two answers)."""
 
 REQUIRED = ("input_ids", "attention_mask")
 

@@ -1,4 +1,4 @@
-"""DataProto: every operation against lists of rows, what it refuses, and that nothing of the caller changes."""
+"""DataProto: fields, rows and names one by one, and what each method refuses; the laws are in test_data_proto_laws."""
 
 from __future__ import annotations
 
@@ -9,34 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from roll.protocol import DataProto, LossNormalizers, MicroBatchPlan
-
-ROWS = st.integers(0, 7)
-PLAN = MicroBatchPlan(rows=((0, 2), (1, 3)), shares=(((0,), (1,)), ((1,), (0,))))
-NORMALIZERS = LossNormalizers(tokens=9, sequences=4)
-
-
-def batch_of(count: int, **fields: Any) -> DataProto:
-    """Rows whose tensors and objects all tell the row number."""
-    numbers = torch.arange(count)
-    tensors = {"ids": numbers.unsqueeze(1) * 10 + torch.arange(3), "score": numbers.float()}
-    data = DataProto.from_dict(tensors, {"name": [f"row {i}" for i in range(count)]}, {"step": 3, "tags": ["a"]})
-    return dataclasses.replace(data, **fields)
-
-
-def rows_of(data: DataProto) -> list[int]:
-    """The row numbers, read from every field."""
-    numbers = data["score"].int().tolist()
-    assert data["ids"].tolist() == [[10 * i, 10 * i + 1, 10 * i + 2] for i in numbers]
-    assert list(data["name"]) == [f"row {i}" for i in numbers]
-    assert data.meta_info == {"step": 3, "tags": ["a"]}
-    assert len(data) == len(numbers)
-    return numbers
-
+from roll.protocol import DataProto, MicroBatchPlan
+from tests.protocol.batches import NORMALIZERS, PLAN, batch_of, rows_of
 
 # --- making one -------------------------------------------------------------------------------------------------------
 
@@ -95,6 +71,48 @@ def test_a_tensordict_of_another_kind_is_refused(batch: TensorDict, message: str
         DataProto(batch)
 
 
+def test_from_single_dict_sorts_fields_by_kind() -> None:
+    data = DataProto.from_single_dict({"a": torch.zeros(2), "b": [1, "x"], "c": np.array([3, 4])}, {"step": 1})
+    assert list(data.tensors) == ["a"] and list(data.non_tensor_batch) == ["b", "c"]
+    assert list(data["b"]) == [1, "x"] and data["c"].dtype == object and data.meta_info == {"step": 1}
+    assert list(data.to_dict()) == ["a", "b", "c"]
+    with pytest.raises(ValueError, match="b must be a list or an array"):
+        DataProto.from_single_dict({"b": 3})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="same number of rows"):
+        DataProto.from_single_dict({"a": torch.zeros(2), "b": [1]})
+
+
+def test_sparse_and_nested_tensors_are_refused() -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
+    for value in (torch.eye(2).to_sparse(), nested):
+        with pytest.raises(ValueError, match=r"a must be a tensor \[B, ...\]"):
+            DataProto.from_dict({"a": value})
+
+
+def test_consistency_is_checked_again_on_request_and_before_rows_are_taken() -> None:
+    data = batch_of(2)
+    vars(data)["non_tensor_batch"]["late"] = np.array([None] * 3, dtype=object)
+    for check in (data.check_consistency, lambda: data[0], lambda: data.chunk(2), lambda: DataProto.concat([data])):
+        with pytest.raises(ValueError, match=r"same number of rows, got .*'late': 3"):
+            check()
+    vars(data)["non_tensor_batch"]["late"] = ["a", "b"]
+    with pytest.raises(ValueError, match="late must be an object array"):
+        data.check_consistency()
+    vars(data)["non_tensor_batch"]["late"] = np.zeros(2)
+    with pytest.raises(ValueError, match="late must be an object array"):
+        data.check_consistency()
+    del vars(data)["non_tensor_batch"]["late"]
+    data.check_consistency()
+    data.meta_info["_broadcast_non_tensor_batch"] = 1
+    with pytest.raises(ValueError, match="_broadcast_non_tensor_batch must be True or False, got 1"):
+        data.check_consistency()
+
+
+def test_membership_is_by_name() -> None:
+    assert "ids" in batch_of(2) and "name" in batch_of(0) and "step" not in batch_of(2)
+    assert "ids" not in DataProto()
+
+
 def test_fields_cannot_be_assigned() -> None:
     data = batch_of(2)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -109,32 +127,48 @@ def test_a_plan_for_other_rows_is_refused() -> None:
 
 
 def test_nothing_of_the_caller_is_shared() -> None:
-    tags = ["a"]
-    meta = {"tags": tags}
-    tensors = {"a": torch.zeros(2)}
-    data = DataProto.from_dict(tensors, meta_info=meta)
-    parts = [data, data[:1], data.select(), data.to("cpu"), data.stub(), data.chunk(2)[0], data.with_plan(None)]
-    for part in parts:
-        part.meta_info["tags"].append("b")
-        part.meta_info["new"] = 1
-    assert meta == {"tags": ["a"]}
-    assert [part.meta_info["tags"] for part in parts] == [["a", "b"]] * len(parts)
-    assert data.batch is not None
-    batch = DataProto(data.batch).batch
-    assert batch is not None
-    batch["c"] = torch.ones(2)
-    assert "c" not in data.batch.keys()  # noqa: SIM118 - a TensorDict iterates over its rows
-    assert list(tensors) == ["a"]
+    meta: dict[str, Any] = {"tags": ["a"], "metrics": {"loss": [0.5]}}
+    tensors: dict[str, Any] = {"a": torch.zeros(2)}
+    objects: dict[str, Any] = {"b": [1, 2]}
+    given = TensorDict(tensors, batch_size=[2])
+    data = [DataProto.from_dict(tensors, objects, meta), DataProto(given, {}, meta)]
+    for made in data:
+        made.meta_info["tags"].append("b")
+        made.meta_info["metrics"]["loss"].append(1.5)
+        assert made.batch is not None
+        made.batch["c"] = torch.ones(2)
+        made.check_consistency()
+    assert meta == {"tags": ["a"], "metrics": {"loss": [0.5]}}
+    assert list(tensors) == ["a"] and list(given.keys()) == ["a"] and objects == {"b": [1, 2]}
 
 
 def test_repr_names_fields_dtypes_and_shapes() -> None:
     data = batch_of(4, plan=PLAN, normalizers=NORMALIZERS)
     assert repr(data) == (
-        "DataProto(4 rows, batch={ids: int64[4, 3], score: float32[4]}, non_tensor_batch={name: object[4]}, "
+        "DataProto(4 rows, 112 B, batch={ids: int64[4, 3], score: float32[4]}, non_tensor_batch={name: object[4]}, "
         "meta_info={'step': 3, 'tags': ['a']}, plan=2 x 2 micro-batches, "
         "normalizers=LossNormalizers(tokens=9, sequences=4))"
     )
     assert repr(DataProto()) == "DataProto(0 rows, batch=None)"
+    assert len(repr(DataProto(meta_info={"long": "x" * 1000, "t": torch.zeros(99)}))) < 140
+    assert "33.6 MB" in repr(DataProto.from_dict({"a": torch.empty(4096, 1024, dtype=torch.int64)}))
+
+
+def test_describe_is_a_table() -> None:
+    score = torch.tensor([0.0, 1.0, float("nan"), 5.0])
+    data = batch_of(4).update({"score": score, "flag": torch.tensor([True, False, False, False])})
+    assert data.describe().splitlines() == [
+        "4 rows, 116 B in tensors",
+        "field  dtype      shape   bytes  values",
+        "ids    int64      [4, 3]  96 B   0 .. 32, mean 16",
+        "score  float32    [4]     16 B   0 .. 5, mean 2, 1 NaN or infinite",
+        "flag   bool       [4]     4 B    0 .. 1, mean 0.25",
+        "name   object     [4]            first 'row 0'",
+        "step   meta_info                 3",
+        "tags   meta_info                 ['a']",
+    ]
+    assert "no values" in batch_of(0).describe() and "no rows" in batch_of(0).describe()
+    assert DataProto().describe().startswith("0 rows, 0 B in tensors")
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -187,24 +221,25 @@ def test_what_names_no_row_is_refused(index: Any, error: type[Exception], messag
         batch_of(4)[index]
 
 
+@pytest.mark.parametrize(
+    ("order", "error", "message"),
+    [
+        ([0, 1, 2], ValueError, "each of 4 rows once; row 3 stands 0 times"),
+        ([0, 1, 1, 2], ValueError, "row 1 stands 2 times"),
+        ([0, 1, 2, 3, -1], ValueError, "row 3 stands 2 times"),
+        ([True, False, True, True], ValueError, "row 1 stands 0 times"),
+        ([0, 1, 2, 4], IndexError, "row 4 is outside"),
+        (slice(None, None, -1), ValueError, "list or an array of row numbers, got slice"),
+        ([0.0, 1.0, 2.0, 3.0], TypeError, "must be integers"),
+    ],
+)
+def test_what_is_no_order_is_refused(order: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        batch_of(4).reorder(order)
+
+
 def test_iteration_yields_one_row_at_a_time() -> None:
     assert [rows_of(row) for row in batch_of(3)] == [[0], [1], [2]]
-
-
-@given(ROWS, st.integers(1, 9))
-def test_chunk_has_the_sizes_of_array_split_and_concat_undoes_it(count: int, chunks: int) -> None:
-    data = batch_of(count)
-    pieces = data.chunk(chunks)
-    assert [rows_of(piece) for piece in pieces] == [piece.tolist() for piece in np.array_split(range(count), chunks)]
-    assert rows_of(DataProto.concat(pieces)) == list(range(count))
-
-
-@given(ROWS, st.integers(1, 9))
-def test_split_has_pieces_of_one_size_and_concat_undoes_it(count: int, size: int) -> None:
-    pieces = batch_of(count).split(size)
-    expected = [list(range(count))[begin : begin + size] for begin in range(0, count, size)] or [[]]
-    assert [rows_of(piece) for piece in pieces] == expected
-    assert rows_of(DataProto.concat(pieces)) == list(range(count))
 
 
 def test_pieces_of_no_size_are_refused() -> None:
@@ -214,11 +249,35 @@ def test_pieces_of_no_size_are_refused() -> None:
         batch_of(2).split(0)
 
 
-@given(ROWS, st.integers(0, 3))
-def test_repeat(count: int, times: int) -> None:
-    data = batch_of(count)
-    assert rows_of(data.repeat(times)) == [row for row in range(count) for _ in range(times)]
-    assert rows_of(data.repeat(times, interleave=False)) == list(range(count)) * times
+def test_counts_that_make_no_sense_are_refused() -> None:
+    data = batch_of(3)
+    with pytest.raises(ValueError, match="times of at least 0, got -1"):
+        data.repeat(-1)
+    for divisor in (0, -2):
+        with pytest.raises(ValueError, match=f"divisor of at least 1, got {divisor}"):
+            data.pad_to_divisor(divisor)
+    for count in (4, -1):
+        with pytest.raises(ValueError, match=f"unpad of {count} rows from a batch of 3 rows"):
+            data.unpad(count)
+    for arguments, message in (((0,), "not a multiple of mini_batch_size 0"), ((1, -1), "epochs must be at least 0")):
+        with pytest.raises(ValueError, match=message):
+            data.make_iterator(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "message"),
+    [
+        ("nome", KeyError, "no field nome; there are f, ids, l, name, score"),
+        ([], ValueError, "at least one name"),
+        ("ids", ValueError, r"ids must have one value for each row, got \[3, 3\]"),
+        (["name", "l"], ValueError, r"row 0 of l is \[0\], which cannot be hashed"),
+        ("f", ValueError, "row 1 of f is NaN"),
+    ],
+)
+def test_groups_that_cannot_be_made_are_refused(names: Any, error: type[Exception], message: str) -> None:
+    data = batch_of(3).update({"f": torch.tensor([0.0, float("nan"), 1.0]), "l": [[0], [0], [1]]})
+    with pytest.raises(error, match=message):
+        data.group_by(names)
 
 
 def other_pieces() -> list[tuple[DataProto, str]]:
@@ -248,6 +307,8 @@ def test_pieces_that_differ_are_not_joined(piece: DataProto, message: str) -> No
 def test_concat_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one piece"):
         DataProto.concat([])
+    with pytest.raises(ValueError, match="piece 1 is a NoneType, not a DataProto"):
+        DataProto.concat([batch_of(1), None])  # type: ignore[list-item]
 
 
 def test_mini_batches_hold_every_row_once_in_each_epoch() -> None:
@@ -283,6 +344,67 @@ def test_select_and_pop() -> None:
             select(["name"])
         with pytest.raises(KeyError, match="no field ids; there are name"):
             select([], ["ids"])
+
+
+def test_meta_data_is_selected_and_popped_by_name() -> None:
+    data = batch_of(2)
+    assert data.select(meta_info_keys=["tags"]).meta_info == {"tags": ["a"]}
+    popped, rest = data.pop(["ids"], meta_info_keys=["step"])
+    assert popped.meta_info == {"step": 3} and rest.meta_info == {"tags": ["a"]}
+    assert [part.meta_info for part in data.pop(["ids"])] == [data.meta_info] * 2
+    for select in (data.select, data.pop):
+        with pytest.raises(KeyError, match="no field stop; there are step, tags"):
+            select([], [], ["stop"])
+        with pytest.raises(ValueError, match="names are given as a list, got 'ids'"):
+            select("ids")
+
+
+def test_rename() -> None:
+    data = batch_of(4, plan=PLAN)
+    swapped = data.rename(["ids", "name"], ["name", "ids"])
+    assert swapped["name"].tolist() == data["ids"].tolist() and list(swapped["ids"]) == list(data["name"])
+    assert list(data.rename("ids", "input_ids").tensors) == ["input_ids", "score"]
+    assert rows_of(data) == rows_of(data.rename([], [])) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error", "message"),
+    [
+        ("idz", "ids", KeyError, "no field idz; there are ids, name, score"),
+        ("ids", "name", ValueError, "two fields would be named name"),
+        (["ids", "score"], ["a", "a"], ValueError, "two fields would be named a"),
+        (["ids", "score"], ["a"], ValueError, "one new name for each old name"),
+        (["ids", "ids"], ["a", "b"], ValueError, "one new name for each old name"),
+    ],
+)
+def test_names_that_do_not_pair_up_are_refused(old: Any, new: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        batch_of(2).rename(old, new)
+
+
+def test_update_adds_and_replaces_fields() -> None:
+    data = batch_of(4, plan=PLAN)
+    updated = data.update({"score": torch.ones(4, 2), "name": list("abcd"), "new": torch.zeros(4)})
+    assert updated["score"].shape == (4, 2) and list(updated["name"]) == list("abcd")
+    assert list(updated.tensors) == ["ids", "score", "new"] and updated.plan is PLAN
+    assert rows_of(data) == rows_of(data.update({})) == [0, 1, 2, 3]
+    assert len(DataProto().update({"a": [1, 2]})) == len(DataProto().update({"a": torch.zeros(2)})) == 2
+    assert DataProto().update({}).batch is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"new": torch.zeros(3)}, "update of 2 rows with fields of 3 rows"),
+        ({"name": torch.zeros(2)}, "name is ndarray, the new value is Tensor"),
+        ({"score": [1.0, 2.0]}, "score is Tensor, the new value is ndarray"),
+        ({"a": torch.zeros(2), "b": [1]}, "same number of rows"),
+        ({"a": "ab"}, "a must be a list or an array"),
+    ],
+)
+def test_fields_that_do_not_fit_are_refused(fields: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        batch_of(2).update(fields)
 
 
 def test_union_joins_fields_meta_data_plan_and_normalizers() -> None:
@@ -322,15 +444,6 @@ def test_union_of_two_plans_is_refused() -> None:
 # --- plan, normalizers, copies ----------------------------------------------------------------------------------------
 
 
-def test_plan_and_normalizers_stay_with_the_rows_and_leave_with_them() -> None:
-    data = batch_of(4, plan=PLAN, normalizers=NORMALIZERS)
-    for same in (data.select(["ids"]), data.pop()[1], data.to("cpu"), data.clone(), data.stub()):
-        assert (same.plan, same.normalizers) == (PLAN, NORMALIZERS)
-    changed = [data[:2], data.chunk(2)[0], data.split(2)[0], DataProto.concat([data]), data.repeat(1)]
-    for other in [*changed, data.select_idxs([1, 0, 2, 3]), next(data.make_iterator(4))]:
-        assert other.plan is None and other.normalizers is None
-
-
 def test_a_stub_has_only_what_holds_for_all_rows() -> None:
     stub = batch_of(4, plan=PLAN).stub()
     assert stub.batch is None and not stub.non_tensor_batch and len(stub) == 0
@@ -347,17 +460,19 @@ def test_a_clone_shares_nothing() -> None:
     assert rows_of(data) == [0, 1]
 
 
-def test_a_pickle_brings_everything_back() -> None:
-    data = batch_of(4, plan=PLAN, normalizers=NORMALIZERS)
-    back = pickle.loads(pickle.dumps(data))
-    assert rows_of(back) == [0, 1, 2, 3]
-    assert (back.plan, back.normalizers) == (PLAN, NORMALIZERS)
-    assert len(pickle.loads(pickle.dumps(data.select([], [])))) == 4
-
-
-def test_a_slice_is_pickled_without_the_rows_it_leaves_out() -> None:
-    data = DataProto.from_dict({"x": torch.zeros(1000, 100), "t": torch.arange(12).view(4, 3).T.repeat(334, 1)[:1000]})
-    part = data[10:12]
-    pickled = pickle.dumps(part)
-    assert len(pickled) < 10_000  # the whole is 400 kB
-    assert pickle.loads(pickled)["t"].tolist() == part["t"].tolist()
+def test_what_to_broadcast_is_a_property_and_the_documented_key() -> None:
+    data = batch_of(2)
+    assert data.broadcast_non_tensor is False
+    asked = data.with_broadcast_non_tensor()
+    assert asked.broadcast_non_tensor and asked.meta_info["_broadcast_non_tensor_batch"] is True
+    assert not data.broadcast_non_tensor and not asked.with_broadcast_non_tensor(False).broadcast_non_tensor
+    by_key = DataProto.from_dict({"a": torch.zeros(2)}, meta_info={"_broadcast_non_tensor_batch": True})
+    for kept in (by_key, by_key.stub(), by_key.chunk(2)[1], pickle.loads(pickle.dumps(by_key))):
+        assert kept.broadcast_non_tensor
+    data.meta_info["_broadcast_non_tensor_batch"] = True
+    assert data.broadcast_non_tensor
+    data.meta_info["_broadcast_non_tensor_batch"] = "no"
+    with pytest.raises(ValueError, match="must be True or False, got 'no'"):
+        _ = data.broadcast_non_tensor
+    with pytest.raises(ValueError, match="must be True or False, got None"):
+        batch_of(2).with_broadcast_non_tensor(None)  # type: ignore[arg-type]

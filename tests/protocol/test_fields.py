@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from roll.protocol import DataProto, check_model_batch
+from roll.protocol.fields import MODEL_FIELDS
+
+STRATEGIES = Path(__file__).parents[2] / "roll" / "strategies"
 
 IDS = [[0, 0, 5, 6, 7], [1, 2, 3, 0, 0], [9, 9, 9, 9, 9], [4, 0, 0, 0, 0]]
 ATTENTION = [[0, 0, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]]
@@ -36,6 +41,18 @@ def test_a_good_batch_passes() -> None:
     check_model_batch(batch_with(response_mask=None, log_probs=None))
     check_model_batch(batch_with()[:0], vocab_size=10, max_positions=5)
     check_model_batch(batch_with().select(["input_ids", "attention_mask"]))
+
+
+def test_every_field_that_a_strategy_reads_is_declared() -> None:
+    """By name, as in data["values"]; tokens.py reads packs of tokens, which are no DataProto."""
+    sources = [path.read_text(encoding="utf-8") for path in STRATEGIES.glob("*.py") if path.name != "tokens.py"]
+    read = set(re.findall(r"\b(?:data|batch|micro_batch)\[\"(\w+)\"\]", "\n".join(sources)))
+    assert {"input_ids", "attention_mask", "response_mask", "advantages"} <= read <= set(MODEL_FIELDS)
+
+
+def test_a_response_with_holes_passes() -> None:
+    """The text of a tool between two answers is real, and not learned."""
+    check_model_batch(batch_with(response_mask=changed(RESPONSE, 2, 2, 0)))
 
 
 def test_a_row_without_tokens_passes() -> None:

@@ -1,0 +1,194 @@
+"""What a DataProto consists of, and what always holds of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, SupportsIndex, cast
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from roll.protocol import display, joining, storage
+from roll.protocol.normalizers import LossNormalizers
+from roll.protocol.plan import MicroBatchPlan
+from roll.protocol.rows import object_array
+
+BROADCAST_NON_TENSOR = "_broadcast_non_tensor_batch"
+"""The documented key of meta_info that `broadcast_non_tensor` reads."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BatchData:
+    """The fields of a `DataProto`, without the operations on rows and names.
+
+    Raises ValueError when fields have different numbers of rows, a name stands for a tensor and an object field, a
+    value is not a tensor or one entry per row, or the plan is for another number of rows.
+    """
+
+    batch: TensorDict | None = None
+    """Tensors, each [B, ...]; the TensorDict's batch size is [B]. None on a stub."""
+    non_tensor_batch: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Object arrays, each [B]."""
+    meta_info: dict[str, Any] = field(default_factory=dict)
+    """What holds for all rows."""
+    plan: MicroBatchPlan | None = None
+    """Set by the driver; on a share it is still the plan of the whole batch."""
+    normalizers: LossNormalizers | None = None
+    """Set by the strategy for a training step; counted over the whole step, not over these rows."""
+
+    def __post_init__(self) -> None:
+        set_field = object.__setattr__  # only here: a frozen dataclass normalises its own fields
+        if self.batch is not None:
+            # A TensorDict of the same tensors, so that a field added to it does not appear in the caller's.
+            set_field(self, "batch", self.batch.clone(recurse=False))
+        objects = {name: object_array(values, name) for name, values in self.non_tensor_batch.items()}
+        set_field(self, "non_tensor_batch", objects)
+        set_field(self, "meta_info", joining.own_meta(self.meta_info))
+        self.check_consistency()
+
+    @classmethod
+    def _of_checked(
+        cls, batch: TensorDict | None, non_tensor_batch: Mapping[str, np.ndarray], meta_info: dict[str, Any]
+    ) -> Self:
+        """From parts that are its own and fit together, as rows of a batch do: checking them again costs more."""
+        made = object.__new__(cls)
+        vars(made).update(
+            batch=batch, non_tensor_batch=non_tensor_batch, meta_info=meta_info, plan=None, normalizers=None
+        )
+        return made
+
+    def check_consistency(self) -> None:
+        """What always holds; to be called again after `batch` or one of the dicts was changed by hand.
+
+        Raises ValueError, as the class says.
+        """
+        if self.batch is not None and len(self.batch.batch_size) != 1:
+            raise ValueError(f"batch must have one batch dimension [B], got {list(self.batch.batch_size)}")
+        tensors, count = self.tensors, len(self)
+        for name, value in tensors.items():
+            check_tensor(name, value)
+        for name, values in self.non_tensor_batch.items():
+            if not isinstance(values, np.ndarray) or values.dtype != object or values.ndim != 1:
+                raise ValueError(f"{name} must be an object array [B], got {type(values).__name__}")
+        lengths = {name: len(values) for name, values in self.to_dict().items()}
+        if any(length != count for length in lengths.values()):
+            raise ValueError(f"fields must have the same number of rows, got {lengths}")
+        both = sorted(tensors.keys() & self.non_tensor_batch.keys())
+        if both:
+            raise ValueError(f"{', '.join(both)}: given both as tensor and as non-tensor field")
+        if self.plan is not None and lengths:
+            shares = [len(rows) for rows in self.plan.rows]
+            if count not in {self.plan.num_rows, *shares}:
+                raise ValueError(f"a plan of {self.plan.num_rows} rows, shares {shares}, on a batch of {count} rows")
+        _checked_flag(self.meta_info)
+
+    def _check_lengths(self) -> None:
+        """Before rows are taken: what was put into `non_tensor_batch` by hand may have another number of them."""
+        count = len(self)
+        if any(len(values) != count for values in self.non_tensor_batch.values()):
+            self.check_consistency()
+
+    def __len__(self) -> int:
+        """The number of rows; 0 on a stub."""
+        if self.batch is not None:
+            return int(self.batch.batch_size[0])
+        return next((len(values) for values in self.non_tensor_batch.values()), 0)
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a field of this name."""
+        return name in self.tensors or name in self.non_tensor_batch
+
+    def __repr__(self) -> str:
+        return display.one_line(self)
+
+    def describe(self) -> str:
+        """A table to print: dtype, shape, bytes and a summary of the values of each field."""
+        return display.table(self)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensor fields by name, in a new dict; empty on a stub."""
+        return {} if self.batch is None else cast("dict[str, Tensor]", dict(self.batch.items()))
+
+    def to_dict(self) -> dict[str, Tensor | np.ndarray]:
+        """All fields by name, in a new dict: tensors, then object arrays."""
+        return {**self.tensors, **self.non_tensor_batch}
+
+    # --- what goes along with the rows --------------------------------------------------------------------------------
+
+    def stub(self) -> Self:
+        """Only meta_info, plan and normalizers: what ranks get that receive the rows from their leader."""
+        return replace(self, batch=None, non_tensor_batch={})
+
+    def with_plan(self, plan: MicroBatchPlan | None) -> Self:
+        """The same rows with this micro-batch plan. Raises ValueError if it is for another number of rows."""
+        return replace(self, plan=plan)
+
+    def with_normalizers(self, normalizers: LossNormalizers | None) -> Self:
+        """The same rows with these denominators of the loss."""
+        return replace(self, normalizers=normalizers)
+
+    @property
+    def broadcast_non_tensor(self) -> bool:
+        """Whether `get_data_input` gives `non_tensor_batch` to all ranks too, and not the tensors alone.
+
+        It is kept as `meta_info["_broadcast_non_tensor_batch"]`, the key that people know. Raises ValueError if that is
+        neither True nor False.
+        """
+        return _checked_flag(self.meta_info)
+
+    def with_broadcast_non_tensor(self, wanted: bool = True) -> Self:
+        """The same rows, with `broadcast_non_tensor` set. Raises ValueError if `wanted` is neither True nor False."""
+        return replace(self, meta_info={**self.meta_info, BROADCAST_NON_TENSOR: wanted})
+
+    # --- copies, devices, bytes ---------------------------------------------------------------------------------------
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same with all tensors on `device`."""
+        return self._with_tensors({name: value.to(device) for name, value in self.tensors.items()})
+
+    def clone(self) -> Self:
+        """A copy that shares no tensor, array or object with this one."""
+        tensors = {name: value.clone() for name, value in self.tensors.items()}
+        return self._with_tensors(tensors, non_tensor_batch=copy.deepcopy(dict(self.non_tensor_batch)))
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        tensors = None
+        if self.batch is not None:
+            tensors = {name: storage.packed(value, int(protocol)) for name, value in self.tensors.items()}
+        rest = (self.non_tensor_batch, self.meta_info, self.plan, self.normalizers)
+        return _unpickle, (type(self), tensors, len(self), *rest)
+
+    def _with_tensors(self, tensors: Mapping[str, Tensor], **changes: Any) -> Self:
+        """Other tensors for the same rows (a stub stays one), and `changes` of other fields of this class."""
+        return replace(self, batch=None if self.batch is None else tensor_dict(tensors, len(self)), **changes)
+
+
+def tensor_dict(tensors: Mapping[str, Tensor], num_rows: int) -> TensorDict:
+    """These tensors, also where there is none to tell the number of rows."""
+    return TensorDict(dict(tensors), batch_size=[num_rows])
+
+
+def check_tensor(name: str, value: Any) -> None:
+    """Refuse what is not a dense tensor [B, ...]."""
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.ndim == 0:
+        raise ValueError(f"{name} must be a tensor [B, ...], got {display.describe_value(value)}")
+
+
+def _checked_flag(meta_info: Mapping[str, Any]) -> bool:
+    flag = meta_info.get(BROADCAST_NON_TENSOR, False)
+    if not isinstance(flag, bool):
+        raise ValueError(f"meta_info {BROADCAST_NON_TENSOR} must be True or False, got {flag!r}")
+    return flag
+
+
+def _unpickle(
+    cls: type[BatchData], tensors: dict[str, storage.PackedTensor] | None, num_rows: int, *rest: Any
+) -> BatchData:
+    if tensors is None:
+        return cls(None, *rest)
+    return cls(tensor_dict({name: storage.unpacked(*parts) for name, parts in tensors.items()}, num_rows), *rest)

@@ -1,0 +1,155 @@
+"""Batches that are still remote: cut, joined and handed on without fetching a row.
+
+A reference is whatever gives a `concurrent.futures.Future`: the Future itself, or an object whose method `future()`
+makes one, as a Ray `ObjectRef` has. So this module needs no Ray, and a reference travels as Ray lets it travel.
+
+    driver      results = [worker.compute.remote(share) for worker, share in ...]        DataProto on the workers
+                shares = DataProtoFuture.concat(results, sizes=[8, 8]).chunk(4)          no row has moved
+    receiver    batch = share.get(timeout=60)                                            fetches what its rows need
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass, replace
+from typing import Any
+
+from roll.protocol import joining, row_order
+from roll.protocol.data_proto import DataProto
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows begin:end of what `source` (a reference or another DataProtoFuture) gives; None where it is not known."""
+
+    source: Any
+    size: int | None = None
+    begin: int = 0
+    end: int | None = None
+    metrics: bool = True
+    """Whether the metrics of the source come along."""
+
+
+@dataclass(frozen=True)
+class DataProtoFuture:
+    """The rows of `parts` in order, or one chunk of them. Made by `concat`.
+
+    Where the number of rows of each part is known, a chunk fetches only the parts that its rows are in; otherwise it
+    fetches all of them, joins and cuts. Chunks have the rows that chunks of the fetched batch would have. Metrics
+    (`roll.protocol.joining`) go with the first row of their part, or, where sizes are not known, with the first chunk.
+    """
+
+    parts: tuple[_Part, ...]
+    share: tuple[int, int] | None = None
+    """(i, n): chunk i of n of all rows."""
+
+    @staticmethod
+    def concat(references: Sequence[Any], sizes: Sequence[int] | None = None) -> DataProtoFuture:
+        """The rows of all references, in order.
+
+        Args:
+            references: to one DataProto each; a DataProtoFuture is taken as well.
+            sizes: the number of rows of each, if the caller knows them.
+
+        Raises ValueError when there is none, one is no reference, or the sizes are not one for each, at least 0.
+        """
+        if not references:
+            raise ValueError("concat needs at least one reference")
+        if sizes is not None and (len(sizes) != len(references) or any(size < 0 for size in sizes)):
+            raise ValueError(f"{len(references)} references with sizes {list(sizes)}")
+        for number, reference in enumerate(references):
+            if not _is_reference(reference):
+                raise ValueError(
+                    f"reference {number} is a {type(reference).__name__}, neither a Future nor an object that makes one"
+                )
+        known: Sequence[int | None]
+        if sizes is not None:
+            known = sizes
+        else:
+            known = [r.num_rows if isinstance(r, DataProtoFuture) else None for r in references]
+        return DataProtoFuture(tuple(_Part(r, size, 0, size) for r, size in zip(references, known, strict=True)))
+
+    @property
+    def num_rows(self) -> int | None:
+        """The number of rows, if it is known without fetching."""
+        lengths = [part.end - part.begin for part in self.parts if part.end is not None]
+        return sum(lengths) if len(lengths) == len(self.parts) and self.share is None else None
+
+    def chunk(self, chunks: int) -> list[DataProtoFuture]:
+        """Consecutive pieces, of the sizes that `DataProto.chunk` makes. Raises ValueError for less than one chunk."""
+        bounds = row_order.chunk_bounds(self.num_rows or 0, chunks)
+        if self.num_rows is None:
+            whole = self if self.share is None else DataProtoFuture((_Part(self),))
+            return [replace(whole, share=(number, chunks)) for number in range(chunks)]
+        pieces = [self._rows(begin, end) for begin, end in bounds]
+        # A part without rows is in no piece; its metrics go with the first.
+        rowless = tuple(part for part in self.parts if part.begin == part.end)
+        return [replace(pieces[0], parts=rowless + pieces[0].parts), *pieces[1:]]
+
+    def _rows(self, begin: int, end: int) -> DataProtoFuture:
+        """These rows, from the parts that hold them; no rows are an empty piece of the first part."""
+        chosen, seen = [], 0
+        for part in self.parts:
+            assert part.end is not None
+            first, last = max(begin - seen, 0), min(end - seen, part.end - part.begin)
+            if first < last:
+                metrics = part.metrics and first == 0
+                chosen.append(replace(part, begin=part.begin + first, end=part.begin + last, metrics=metrics))
+            seen += part.end - part.begin
+        return DataProtoFuture(tuple(chosen) or (replace(self.parts[0], begin=0, end=0, metrics=False),))
+
+    def get(self, timeout: float | None = None) -> DataProto:
+        """Wait for the parts, and join and cut them here.
+
+        Args:
+            timeout: seconds for all parts together; None waits for ever.
+
+        Raises:
+            TimeoutError: names the parts that have not arrived.
+            ValueError: a part is no DataProto or has not the promised number of rows, or the parts cannot be joined.
+            Exception: whatever the first part that failed raises, as soon as it fails, without waiting for the others.
+        """
+        return self._joined(_fetched(list(dict.fromkeys(self._references())), timeout))
+
+    def _references(self) -> Iterator[Hashable]:
+        for part in self.parts:
+            if isinstance(part.source, DataProtoFuture):
+                yield from part.source._references()
+            else:
+                yield part.source
+
+    def _joined(self, arrived: Mapping[Any, Any]) -> DataProto:
+        pieces = []
+        for number, part in enumerate(self.parts):
+            nested = isinstance(part.source, DataProtoFuture)
+            piece = part.source._joined(arrived) if nested else arrived[part.source]
+            if not isinstance(piece, DataProto):
+                raise ValueError(f"part {number} is a {type(piece).__name__}, not a DataProto")
+            if part.size is not None and len(piece) != part.size:
+                raise ValueError(f"part {number} has {len(piece)} rows, not {part.size} as was said")
+            rows = piece if part.end is None else piece[part.begin : part.end]
+            if not part.metrics:
+                rows = replace(rows, meta_info=joining.without_metrics(rows.meta_info))
+            pieces.append(rows)
+        whole = DataProto.concat(pieces)
+        return whole if self.share is None else whole.chunk(self.share[1])[self.share[0]]
+
+
+def _is_reference(value: Any) -> bool:
+    return isinstance(value, Future | DataProtoFuture) or callable(getattr(value, "future", None))
+
+
+def _fetched(references: Sequence[Any], timeout: float | None) -> dict[Any, Any]:
+    """What the references give, waiting for all of them at once."""
+    begun = time.monotonic()
+    futures = [r if isinstance(r, Future) else r.future() for r in references]
+    done, missing = wait(futures, timeout, return_when=FIRST_EXCEPTION)
+    for future in done:
+        future.result()  # raises what the part raised
+    if missing:
+        late = [number for number, future in enumerate(futures) if future in missing]
+        seconds = time.monotonic() - begun
+        raise TimeoutError(f"{len(late)} of {len(futures)} parts did not arrive in {seconds:.1f} s: number {late}")
+    return {reference: future.result() for reference, future in zip(references, futures, strict=True)}

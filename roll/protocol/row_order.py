@@ -1,0 +1,84 @@
+"""Which rows go where: the arithmetic of cutting, repeating, padding, ordering and grouping rows.
+
+Functions of row numbers alone, so that they hold for every kind of field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def chunk_bounds(num_rows: int, chunks: int) -> list[tuple[int, int]]:
+    """(begin, end) of consecutive pieces whose sizes differ by one at most, the larger first."""
+    if chunks < 1:
+        raise ValueError(f"chunk needs at least 1 chunk, got {chunks}")
+    size, larger = divmod(num_rows, chunks)
+    ends = [(i + 1) * size + min(i + 1, larger) for i in range(chunks)]
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def split_bounds(num_rows: int, size: int) -> list[tuple[int, int]]:
+    """(begin, end) of consecutive pieces of `size` rows, the last perhaps smaller; no rows are one empty piece."""
+    if size < 1:
+        raise ValueError(f"split needs pieces of at least 1 row, got {size}")
+    return [(begin, min(begin + size, num_rows)) for begin in range(0, max(num_rows, 1), size)]
+
+
+def num_padding_rows(num_rows: int, divisor: int) -> int:
+    """Rows that lack to a multiple of `divisor`."""
+    if divisor < 1:
+        raise ValueError(f"pad_to_divisor needs a divisor of at least 1, got {divisor}")
+    return -num_rows % divisor
+
+
+def mini_batch_rows(num_rows: int, size: int, epochs: int, seed: int | None) -> Iterator[Tensor]:
+    """The rows of each mini-batch, `epochs` times all rows; what is wrong is raised at once, not when it is read."""
+    if size < 1 or num_rows % size:
+        raise ValueError(f"{num_rows} rows are not a multiple of mini_batch_size {size}")
+    if epochs < 0:
+        raise ValueError(f"epochs must be at least 0, got {epochs}")
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+
+    def mini_batches() -> Iterator[Tensor]:
+        for _ in range(epochs if num_rows else 0):
+            order = torch.arange(num_rows) if generator is None else torch.randperm(num_rows, generator=generator)
+            yield from order.split(size)
+
+    return mini_batches()
+
+
+def check_permutation(rows: Tensor, num_rows: int) -> None:
+    """Refuse what does not name every row once; `rows` are row numbers within the batch."""
+    count = np.bincount(rows.numpy(), minlength=num_rows)
+    wrong = (count != 1).nonzero()[0]
+    if len(wrong):
+        row = wrong[0]
+        raise ValueError(f"reorder needs each of {num_rows} rows once; row {row} stands {int(count[row])} times")
+
+
+def rows_by_value(columns: Mapping[str, Tensor | np.ndarray]) -> dict[Hashable, list[int]]:
+    """The rows of each value, in the order of first appearance; of each tuple of values, if there are several columns.
+
+    Raises ValueError for no column, a column that is not [B], a value that cannot be hashed, and NaN, which is equal to
+    nothing, not even itself.
+    """
+    if not columns:
+        raise ValueError("group_by needs at least one name")
+    for name, column in columns.items():
+        if column.ndim != 1:
+            raise ValueError(f"group_by: {name} must have one value for each row, got {list(column.shape)}")
+    groups: dict[Hashable, list[int]] = {}
+    for row, values in enumerate(zip(*(column.tolist() for column in columns.values()), strict=True)):
+        for name, value in zip(columns, values, strict=True):
+            try:
+                hash(value)
+            except TypeError as refused:
+                raise ValueError(f"group_by: row {row} of {name} is {value!r}, which cannot be hashed") from refused
+            if value != value:
+                raise ValueError(f"group_by: row {row} of {name} is NaN, which is equal to nothing")
+        groups.setdefault(values[0] if len(columns) == 1 else values, []).append(row)
+    return groups
