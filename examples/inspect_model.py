@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from roll.config import ModelConfig, ParallelSettings, check_parallel
 from roll.data.packing import check_divides
+from roll.data.sequence_split import SequenceSplit
 from roll.platform import get_platform
 
 SMALL = ModelConfig(
@@ -53,7 +54,7 @@ def main() -> None:
     try:
         model = SMALL if args.model is None else ModelConfig.from_folder(args.model)
         parallel = ParallelSettings(mode=args.mode, tp=args.tp, sp=args.sp, wp=args.wp)
-        check_divides(args.seq_len if args.unpacked else args.micro_bsz * args.seq_len, parallel.sequence_shards)
+        check_divides(args.seq_len if args.unpacked else args.micro_bsz * args.seq_len, parallel.row_multiple)
     except ValidationError as refused:
         raise SystemExit("\n".join(problem["msg"] for problem in refused.errors())) from None
     except ValueError as refused:
@@ -86,16 +87,15 @@ def show(
         lines = [*module_tree(gpt), "", "part of each tensor on rank 0:"]
         lines += [f"  {name:<44}{list(shape)}" for name, shape in local_shapes(gpt, state).items()]
 
-        shard, shards = state.cp.rank(), state.cp.size()
+        split = SequenceSplit(parallel, state.cp.rank())
         rows, length = args.micro_bsz, args.seq_len
         if args.unpacked:
-            packed = PackedSequence.unpacked(rows, length, shard, shards)
+            packed = PackedSequence.unpacked(rows, length, split)
         else:  # One row of micro_bsz documents of seq_len tokens, as the packed dataset makes it at best.
-            positions = torch.arange(length).repeat(rows)
             cu_seqlens = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
-            packed = PackedSequence.packed(cu_seqlens, positions, shard, shards)
+            packed = PackedSequence.packed(cu_seqlens, split)
         shape = (rows, length) if args.unpacked else (1, rows * length)
-        ids = torch.zeros(shape, dtype=torch.long).chunk(shards, dim=1)[shard]
+        ids = packed.own(torch.zeros(shape, dtype=torch.long))
         steps = forward_shapes(gpt, model, packed, ids, parallel_output=not args.whole_output)
         lines += ["", f"forward pass on rank 0 of {world_size}, {parallel.mode}:"]
         lines += [f"  {step:<20}{list(shape)}" for step, shape in steps]
