@@ -32,10 +32,9 @@ def attend_partly(query: Tensor, key: Tensor, value: Tensor, segments: Segments,
     contexts, denominators = [], []
     for q, k, v in _batches(query, key, value, segments):
         scores = _scores(q.to(exact), k.to(exact), segments, scale)
-        lse = scores.logsumexp(-1)
-        context = (scores - lse.unsqueeze(-1)).exp_() @ v.to(exact).unsqueeze(2)
+        context = scores.softmax(-1) @ v.to(exact).unsqueeze(2)
         contexts.append(_tokens(context.flatten(1, 2)))
-        denominators.append(_tokens(lse.flatten(1, 2)))
+        denominators.append(_tokens(scores.logsumexp(-1).flatten(1, 2)))
     order = segments.queries_in_order
     return torch.cat(contexts)[order], torch.cat(denominators)[order]
 
