@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -73,7 +75,7 @@ def test_filling_stands_behind_its_segment(lengths: list[int], segment: int, mor
     )
     bounds = aligned.cu_seqlens.tolist()
     assert bounds[-1] % (segment * more) == 0 and bounds[-1] > 0
-    assert all(stop > start and (stop - start) % segment == 0 for start, stop in zip(bounds, bounds[1:], strict=False))
+    assert all(stop > start and (stop - start) % segment == 0 for start, stop in pairwise(bounds))
     expected = [start + token for start, length in zip(bounds, lengths, strict=False) for token in range(length)]
     assert aligned.places.tolist() == expected
     assert aligned.lengths[: len(lengths)].tolist() == lengths

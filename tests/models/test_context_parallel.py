@@ -51,7 +51,7 @@ def plain(query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tens
 
 
 def errors_of(case: Case, parallel: ParallelSettings, state: Any) -> list[float]:
-    """Largest errors (of numbers around 1) of the context and of the gradients of q, k and v on this rank, where tokens are real."""
+    """Largest errors, of numbers around 1, of the context and of the gradients of q, k and v, where tokens are real."""
     heads, kv_heads, lengths, rows = case
     split = SequenceSplit(parallel, state.cp.rank())
     aligned = align_segments(

@@ -182,7 +182,8 @@ def test_results_and_gradients_are_those_of_one_process(
     assert all(outcome["results"] is None for outcome in outcomes if not outcome["reports"])
     for name, values in expected["results"].items():
         actual = torch.cat([outcome["results"][name] for outcome in reports])
-        torch.testing.assert_close(actual, values, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        # Values reach 4, logits 10: there the seventh digit is near 1e-6.
+        torch.testing.assert_close(actual, values, rtol=1e-6, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
     for outcome in reports:
         assert outcome["metrics"]["loss"] == pytest.approx(expected["metrics"]["loss"], rel=1e-6)

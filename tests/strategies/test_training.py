@@ -157,7 +157,7 @@ def plain_log_probs(strategy: Any, data: DataProto, output: Any) -> dict[str, Te
 
 @pytest.mark.parametrize(
     ("world_size", "layout"),
-    [(2, {"tp": 2}), (2, {"pp": 2}), (4, {"tp": 2, "pp": 2}), (2, {"mode": "isp", "sp": 2, "wp": 2})],
+    [(2, {"tp": 2}), (2, {"pp": 2}), (4, {"tp": 2, "pp": 2}), (2, {"mode": "isp", "sp": 2, "wp": 2}), (2, {"cp": 2})],
 )
 def test_the_rollout_model_follows_two_updates(
     ranks: RankPool, folder: Path, world_size: int, layout: dict[str, Any]
@@ -209,6 +209,7 @@ def continued(folder: Path, layout: dict[str, Any], checkpoint: Path, stages: tu
         ((2, {"mode": "fsp", "tp": 2}), (4, {"mode": "isp", "sp": 2, "wp": 2})),
         ((4, {"mode": "isp", "sp": 2, "wp": 4}), (2, {"mode": "isp", "wp": 2})),
         ((4, {"mode": "isp", "wp": 2, "pp": 2}), (2, {"mode": "msp", "tp": 2})),
+        ((2, {"cp": 2, "cp_comm": "ring"}), (1, {})),
     ],
     ids=str,
 )
