@@ -95,7 +95,7 @@ def _by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segments, s
     by_kind = in_batches(query, segments, "query"), in_batches(key, segments, "key"), in_batches(value, segments, "key")
     contexts = []
     for q, k, v in zip(*by_kind, strict=True):
-        seen = None if q.shape[2] == k.shape[2] else causal_mask(q.shape[2], k.shape[2], q.device)
+        seen = None if q.shape[2] == k.shape[2] else _aligned_at_the_end(q.shape[2], k.shape[2], q.device)
         context = scaled_dot_product_attention(
             q, k, v, attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=True
         )
@@ -111,6 +111,6 @@ def in_batches(x: Tensor, segments: Segments, of: Literal["query", "key"]) -> li
     return [part.unflatten(0, shape).transpose(1, 2) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
+def _aligned_at_the_end(queries: int, keys: int, device: torch.device) -> Tensor:
     """`[queries, keys]` bool: True where a query sees a key; the last query sees the last key."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)

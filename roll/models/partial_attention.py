@@ -9,15 +9,19 @@ size.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from roll.models.attention import causal_mask, in_batches
+from roll.models.attention import in_batches
 from roll.models.segments import Segments
 
 Context = tuple[Tensor, Tensor]
 """Context `[Tq, h, d]` and lse `[Tq, h]`, fp32 (fp64 if the queries are)."""
+
+QUERIES_AT_ONCE = 256
+"""Queries of a segment whose scores exist at the same time where no kernel does without them."""
 
 
 def attend_partly(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None) -> Context:
@@ -28,13 +32,14 @@ def attend_partly(query: Tensor, key: Tensor, value: Tensor, segments: Segments,
             query, key, value, *_bounds(segments), 0.0, segments.causal, False, scale=scale
         )[:2]
         return context.float(), lse.t()
-    exact = torch.promote_types(query.dtype, torch.float32)
     contexts, denominators = [], []
     for q, k, v in _batches(query, key, value, segments):
-        scores = _scores(q.to(exact), k.to(exact), segments, scale)
-        context = scores.softmax(-1) @ v.to(exact).unsqueeze(2)
+        parts = [
+            (scores.softmax(-1) @ v.unsqueeze(2), scores.logsumexp(-1)) for _, scores in _scores(q, k, segments, scale)
+        ]
+        context, lse = (torch.cat(part, dim=3) for part in zip(*parts, strict=True))
         contexts.append(_tokens(context.flatten(1, 2)))
-        denominators.append(_tokens(scores.logsumexp(-1).flatten(1, 2)))
+        denominators.append(_tokens(lse.flatten(1, 2)))
     order = segments.queries_in_order
     return torch.cat(contexts)[order], torch.cat(denominators)[order]
 
@@ -73,20 +78,25 @@ def partial_gradients(
             scale=scale,
         )  # fmt: skip
         return gradients[0].float(), gradients[1].float(), gradients[2].float()
-    exact = torch.promote_types(query.dtype, torch.float32)
     # d softmax = p (dp - sum p dp), and sum p dp over all keys is the gradient times the context.
-    rows = (gradient.to(exact) * whole[0]).sum(-1, keepdim=True)
-    columns = torch.cat((gradient.to(exact), rows, whole[1].unsqueeze(-1)), dim=-1)
+    by_row = torch.stack(((gradient.to(whole[1].dtype) * whole[0]).sum(-1), whole[1]), dim=-1)
     d_query, d_key, d_value = [], [], []
-    by_query = in_batches(columns, segments, "query")
+    by_query = zip(in_batches(gradient, segments, "query"), in_batches(by_row, segments, "query"), strict=True)
     for (q, k, v), of_query in zip(_batches(query, key, value, segments), by_query, strict=True):
-        q, k, v = q.to(exact), k.to(exact), v.to(exact).unsqueeze(2)
-        g, row, lse = of_query.unflatten(1, (q.shape[1], -1)).split([v.shape[-1], 1, 1], dim=-1)
-        probabilities = (_scores(q, k, segments, scale) - lse).exp_()
-        d_value.append(_tokens((probabilities.transpose(-1, -2) @ g).sum(2)))
-        d_scores = probabilities.mul_(g @ v.transpose(-1, -2) - row).mul_(scale)
-        d_query.append(_tokens((d_scores @ k.unsqueeze(2)).flatten(1, 2)))
-        d_key.append(_tokens((d_scores.transpose(-1, -2) @ q).sum(2)))
+        g, of_row = (x.unflatten(1, q.shape[1:3]) for x in of_query)
+        products, lse = of_row.split(1, dim=-1)
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for rows, scores in _scores(q, k, segments, scale):
+            probabilities = scores.sub_(lse[:, :, :, rows]).exp_()
+            own = g[:, :, :, rows].to(v.dtype)
+            dv += (probabilities.transpose(-1, -2) @ own).sum(2)
+            d_products = own @ v.unsqueeze(2).transpose(-1, -2)
+            d_scores = probabilities.mul_(d_products.sub_(products[:, :, :, rows])).mul_(scale)
+            dq[:, :, :, rows] = d_scores @ k.unsqueeze(2)
+            dk += (d_scores.transpose(-1, -2) @ q[:, :, :, rows]).sum(2)
+        d_query.append(_tokens(dq.flatten(1, 2)))
+        d_key.append(_tokens(dk))
+        d_value.append(_tokens(dv))
     keys = segments.keys_in_order
     return torch.cat(d_query)[segments.queries_in_order], torch.cat(d_key)[keys], torch.cat(d_value)[keys]
 
@@ -101,19 +111,23 @@ def _bounds(segments: Segments) -> tuple[Tensor, Tensor, int, int]:
 
 
 def _batches(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """q `[segments, g, h/g, Lq, d]`, k and v `[segments, g, Lk, d]` of each kind of segment."""
-    groups = key.shape[1]
-    queries = [q.unflatten(1, (groups, -1)) for q in in_batches(query, segments, "query")]
-    keys, values = in_batches(key, segments, "key"), in_batches(value, segments, "key")
+    """q `[segments, g, h/g, Lq, d]`, k and v `[segments, g, Lk, d]` of each kind of segment, in fp32 or fp64."""
+    exact, groups = torch.promote_types(query.dtype, torch.float32), key.shape[1]
+    queries = [q.unflatten(1, (groups, -1)).to(exact) for q in in_batches(query, segments, "query")]
+    keys, values = ([x.to(exact) for x in in_batches(x, segments, "key")] for x in (key, value))
     return list(zip(queries, keys, values, strict=True))
 
 
-def _scores(query: Tensor, key: Tensor, segments: Segments, scale: float) -> Tensor:
-    """`[segments, g, h/g, Lq, Lk]`, -inf where a query does not see a key."""
-    scores = (query * scale) @ key.unsqueeze(2).transpose(-1, -2)
-    if segments.causal:
-        scores.masked_fill_(~causal_mask(scores.shape[-2], scores.shape[-1], scores.device), -math.inf)
-    return scores
+def _scores(query: Tensor, key: Tensor, segments: Segments, scale: float) -> Iterator[tuple[slice, Tensor]]:
+    """Some queries at a time, and their `[segments, g, h/g, queries, Lk]`, -inf where one does not see a key."""
+    length, keys = query.shape[3], key.shape[2]
+    places = torch.arange(keys, device=query.device)
+    for start in range(0, length, QUERIES_AT_ONCE):
+        rows = slice(start, start + QUERIES_AT_ONCE)
+        scores = (query[:, :, :, rows] * scale) @ key.unsqueeze(2).transpose(-1, -2)
+        if segments.causal:  # The last of the queries sees the last of the keys.
+            scores.masked_fill_(places > places[keys - length :][rows].unsqueeze(1), -math.inf)
+        yield rows, scores
 
 
 def _tokens(x: Tensor) -> Tensor:

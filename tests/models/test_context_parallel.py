@@ -13,9 +13,10 @@ from torch import Tensor
 from roll.config import ParallelSettings
 from roll.data.packing import align_segments
 from roll.data.sequence_split import SequenceSplit
+from roll.models import partial_attention
 from roll.models.internlm2 import core_attention
 from roll.models.packed_sequence import PackedSequence
-from roll.models.partial_attention import attend_partly, merge
+from roll.models.partial_attention import attend_partly, merge, partial_gradients
 from roll.models.segments import Segments
 from roll.parallel.ring import Ring
 from roll.parallel.sequence_gather import gather_sequence
@@ -113,6 +114,22 @@ def test_context_and_gradients_are_those_of_the_definition(ranks: RankPool, cp: 
     for found in ranks.run(largest_errors, cp, world_size=cp):
         for name, error in found.items():
             assert error <= 1e-12, f"{name}: {error:.2e}"
+
+
+def test_no_more_than_some_queries_have_scores_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = torch.Generator().manual_seed(0)
+    lengths, here = torch.tensor([7, 3]), torch.device("cpu")
+    query, key, value, gradient = (torch.randn(10, 2, HEAD_DIM, generator=draw).double() for _ in range(4))
+    segments = Segments(lengths, lengths, here)
+
+    def results() -> tuple[Tensor, ...]:
+        whole = attend_partly(query, key, value, segments, None)
+        return *whole, *partial_gradients(gradient, query, key, value, whole, segments, None)
+
+    at_once = results()
+    monkeypatch.setattr(partial_attention, "QUERIES_AT_ONCE", 2)
+    for actual, expected in zip(results(), at_once, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
 def test_parts_merge_to_the_whole_however_large_the_scores() -> None:
