@@ -55,7 +55,9 @@ def main() -> None:
     args = arguments()
     try:
         model = SMALL if args.model is None else ModelConfig.from_folder(args.model)
-        parallel = ParallelSettings(mode=args.mode, tp=args.tp, sp=args.sp, wp=args.wp, cp=args.cp, cp_comm=args.cp_comm)
+        parallel = ParallelSettings(
+            mode=args.mode, tp=args.tp, sp=args.sp, wp=args.wp, cp=args.cp, cp_comm=args.cp_comm
+        )
         row = args.seq_len if args.unpacked else args.micro_bsz * args.seq_len
         check_divides(row, parallel.row_multiple, "parts")
         check_divides(args.seq_len, parallel.segment_multiple, "parts")

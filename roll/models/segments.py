@@ -113,25 +113,22 @@ class ZigzagBlocks:
         blocks = []
         for queries, chunks in ((early, self.rank + 1), (late, 2 * self.ranks - self.rank)):
             seen = self._chunk * chunks
-            blocks.append(self._block(queries, _heads_of(self.lengths, seen), self._chunk, seen, causal=True))
+            blocks.append(self._block(queries, _first_of(self.lengths, seen), self._chunk, seen, causal=True))
         return blocks[0], blocks[1]
 
     @cached_property
     def _own(self) -> Block:
-        everything = torch.arange(int(2 * self._chunk.sum()))
-        return self._block(everything, everything, 2 * self._chunk, 2 * self._chunk, causal=True)
+        return self._block(self._all, self._all, 2 * self._chunk, 2 * self._chunk, causal=True)
 
     @cached_property
     def _of_earlier_rank(self) -> Block:
         """All queries see the early chunk, none the late one."""
-        everything = torch.arange(int(2 * self._chunk.sum()))
-        return self._block(everything, self._halves[0], 2 * self._chunk, self._chunk, causal=False)
+        return self._block(self._all, self._halves[0], 2 * self._chunk, self._chunk, causal=False)
 
     @cached_property
     def _of_later_rank(self) -> Block:
         """The late chunk's queries see both, the early one's none."""
-        everything = torch.arange(int(2 * self._chunk.sum()))
-        return self._block(self._halves[1], everything, self._chunk, 2 * self._chunk, causal=False)
+        return self._block(self._halves[1], self._all, self._chunk, 2 * self._chunk, causal=False)
 
     def _block(
         self, queries: Tensor, keys: Tensor, query_lengths: Tensor, key_lengths: Tensor, *, causal: bool
@@ -141,12 +138,18 @@ class ZigzagBlocks:
 
     @cached_property
     def _chunk(self) -> Tensor:
+        """c, `[segments]`."""
         return self.lengths // (2 * self.ranks)
+
+    @cached_property
+    def _all(self) -> Tensor:
+        """This rank's own tokens."""
+        return torch.arange(int(2 * self._chunk.sum()))
 
     @cached_property
     def _halves(self) -> tuple[Tensor, Tensor]:
         """The early and the late tokens among this rank's own."""
-        early = _heads_of(2 * self._chunk, self._chunk)
+        early = _first_of(2 * self._chunk, self._chunk)
         return early, early + self._chunk.repeat_interleave(self._chunk)
 
 
@@ -159,7 +162,7 @@ def _by_length(lengths: Tensor) -> Tensor:
     return torch.sort(lengths.repeat_interleave(lengths), stable=True).indices
 
 
-def _heads_of(lengths: Tensor, first: Tensor) -> Tensor:
+def _first_of(lengths: Tensor, first: Tensor) -> Tensor:
     """The first `first` tokens of each of the segments of these lengths, which stand one after the other."""
     starts = lengths.cumsum(0) - lengths - (first.cumsum(0) - first)
     return torch.arange(int(first.sum())) + starts.repeat_interleave(first)
