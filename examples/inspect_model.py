@@ -2,6 +2,7 @@
 
     python examples/inspect_model.py --mode isp --sp 2 --wp 4
     python examples/inspect_model.py --mode fsp --tp 2 --unpacked
+    python examples/inspect_model.py --mode mtp --tp 2 --cp 2 --cp-comm ring
     python examples/inspect_model.py --mode mtp --tp 4 --whole-output --model path/to/a/huggingface/folder
 
 It starts the ranks by itself, on CPU. Lay InternEvo's document on its data flow beside what it prints.
@@ -20,6 +21,7 @@ from pydantic import ValidationError
 
 from roll.config import ModelConfig, ParallelSettings, check_parallel
 from roll.data.packing import check_divides
+from roll.data.sequence_split import SequenceSplit
 from roll.platform import get_platform
 
 SMALL = ModelConfig(
@@ -37,8 +39,9 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=["mtp", "msp", "fsp", "isp"], default="mtp")
-    for degree in ("tp", "sp", "wp"):
+    for degree in ("tp", "sp", "wp", "cp"):
         parser.add_argument(f"--{degree}", type=int, default=1)
+    parser.add_argument("--cp-comm", choices=["a2a", "all_gather", "ring"], default="a2a")
     parser.add_argument("--micro-bsz", type=int, default=2)
     parser.add_argument("--seq-len", type=int, default=8)
     parser.add_argument("--unpacked", action="store_true", help="[micro_bsz, seq_len] instead of one packed row")
@@ -52,13 +55,17 @@ def main() -> None:
     args = arguments()
     try:
         model = SMALL if args.model is None else ModelConfig.from_folder(args.model)
-        parallel = ParallelSettings(mode=args.mode, tp=args.tp, sp=args.sp, wp=args.wp)
-        check_divides(args.seq_len if args.unpacked else args.micro_bsz * args.seq_len, parallel.sequence_shards)
+        parallel = ParallelSettings(
+            mode=args.mode, tp=args.tp, sp=args.sp, wp=args.wp, cp=args.cp, cp_comm=args.cp_comm
+        )
+        row = args.seq_len if args.unpacked else args.micro_bsz * args.seq_len
+        check_divides(row, parallel.row_multiple, "parts")
+        check_divides(args.seq_len, parallel.segment_multiple, "parts")
     except ValidationError as refused:
         raise SystemExit("\n".join(problem["msg"] for problem in refused.errors())) from None
     except ValueError as refused:
         raise SystemExit(str(refused)) from None
-    world_size = args.tp * math.lcm(args.sp, args.wp)
+    world_size = args.tp * args.cp * math.lcm(args.sp, args.wp)
     problems = check_parallel(model, parallel, world_size)
     if problems:
         raise SystemExit("\n".join(problems))
@@ -86,16 +93,15 @@ def show(
         lines = [*module_tree(gpt), "", "part of each tensor on rank 0:"]
         lines += [f"  {name:<44}{list(shape)}" for name, shape in local_shapes(gpt, state).items()]
 
-        shard, shards = state.cp.rank(), state.cp.size()
+        split = SequenceSplit(parallel, state.cp.rank())
         rows, length = args.micro_bsz, args.seq_len
         if args.unpacked:
-            packed = PackedSequence.unpacked(rows, length, shard, shards)
+            packed = PackedSequence.unpacked(rows, length, split)
         else:  # One row of micro_bsz documents of seq_len tokens, as the packed dataset makes it at best.
-            positions = torch.arange(length).repeat(rows)
             cu_seqlens = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
-            packed = PackedSequence.packed(cu_seqlens, positions, shard, shards)
+            packed = PackedSequence.packed(cu_seqlens, split)
         shape = (rows, length) if args.unpacked else (1, rows * length)
-        ids = torch.zeros(shape, dtype=torch.long).chunk(shards, dim=1)[shard]
+        ids = packed.own(torch.zeros(shape, dtype=torch.long))
         steps = forward_shapes(gpt, model, packed, ids, parallel_output=not args.whole_output)
         lines += ["", f"forward pass on rank 0 of {world_size}, {parallel.mode}:"]
         lines += [f"  {step:<20}{list(shape)}" for step, shape in steps]

@@ -12,7 +12,6 @@ from roll.config.problems import Check, Problem, run_checks
 # Sizes that must be a multiple of a degree, because each rank (or stage) takes an equal part of them.
 SPLIT_SIZES = {
     "tp": ("num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size", "vocab_size"),
-    "sp": ("num_attention_heads",),
     "wp": ("hidden_size", "intermediate_size", "vocab_size", "query_key_value_size"),
     "pp": ("num_hidden_layers",),
 }
@@ -31,7 +30,7 @@ def model_split_checks(model: ModelConfig, parallel: ParallelSettings) -> Iterat
     """Checks of `model` against the degrees. Paths of problems start at the section that holds `parallel`."""
     for degree in SPLIT_SIZES:
         yield partial(_splits_evenly, model, parallel, degree)
-    yield partial(_key_value_heads_can_be_shared, model, parallel)
+    yield partial(_heads_can_be_exchanged, model, parallel)
 
 
 def world_size_checks(parallel: ParallelSettings, world_size: int) -> Iterator[Check]:
@@ -47,12 +46,7 @@ def world_size_checks(parallel: ParallelSettings, world_size: int) -> Iterator[C
             stage = f"the ranks of a stage, {world_size} ranks / pp {parallel.pp} = {ranks}"
             yield Problem("parallel.wp", f"{parallel.wp} does not divide {stage}; {fitting} would fit")
 
-    def context_parallel_is_one() -> Iterator[Problem]:
-        if parallel.cp > 1:
-            yield Problem("parallel.cp", f"context parallelism is not available yet: cp must be 1, got {parallel.cp}")
-
     yield world_size_fits
-    yield context_parallel_is_one
 
 
 def _splits_evenly(model: ModelConfig, parallel: ParallelSettings, degree: str) -> Iterator[Problem]:
@@ -64,12 +58,24 @@ def _splits_evenly(model: ModelConfig, parallel: ParallelSettings, degree: str) 
             yield Problem(f"parallel.{degree}", f"{given}; {_fitting(model, degree, parts)} would fit")
 
 
-def _key_value_heads_can_be_shared(model: ModelConfig, parallel: ParallelSettings) -> Iterator[Problem]:
-    """The head exchange of isp gives each rank whole key-value heads, or several ranks the same one."""
-    heads, sp = model.num_key_value_heads, parallel.sp
-    if not _shareable(heads, sp):
-        given = f"{sp} neither divides the model's num_key_value_heads {heads} nor is a multiple of it"
-        yield Problem("parallel.sp", f"{given}; {_fitting(model, 'sp', sp)} would fit")
+def _heads_can_be_exchanged(model: ModelConfig, parallel: ParallelSettings) -> Iterator[Problem]:
+    """Whether each of the ranks that exchange heads gets equally many of its tensor-parallel rank's query heads, and
+    whole key-value heads, or several ranks the same one.
+    """
+    ranks, tp = parallel.context_parallel, parallel.tp
+    if parallel.zigzag or model.num_attention_heads % tp or model.num_key_value_heads % tp:
+        return  # No heads are exchanged, or `tp` is the problem.
+    name = "sp" if parallel.mode == "isp" else "cp"
+    heads, shared = model.num_attention_heads // tp, model.num_key_value_heads // tp
+    others = "" if name == "sp" else ", or cp_comm all_gather or ring"
+    each = f" / tp {tp}" if tp > 1 else ""
+    fitting = max(n for n in range(1, ranks + 1) if heads % n == 0 and _shareable(shared, n))
+    if heads % ranks:
+        given = f"{ranks} does not divide the model's num_attention_heads {model.num_attention_heads}{each}"
+        yield Problem(f"parallel.{name}", f"{given}; {fitting} would fit{others}")
+    if not _shareable(shared, ranks):
+        given = f"{ranks} neither divides the model's num_key_value_heads {model.num_key_value_heads}{each}"
+        yield Problem(f"parallel.{name}", f"{given} nor is a multiple of it; {fitting} would fit{others}")
 
 
 def _sizes(model: ModelConfig, degree: str) -> tuple[str, ...]:
@@ -80,12 +86,7 @@ def _sizes(model: ModelConfig, degree: str) -> tuple[str, ...]:
 def _fitting(model: ModelConfig, degree: str, limit: int) -> int:
     """The largest degree up to `limit` that every size allows."""
     wholes = [getattr(model, size) for size in _sizes(model, degree)]
-    return max(
-        parts
-        for parts in range(1, limit + 1)
-        if all(whole % parts == 0 for whole in wholes)
-        and (degree != "sp" or _shareable(model.num_key_value_heads, parts))
-    )
+    return max(parts for parts in range(1, limit + 1) if all(whole % parts == 0 for whole in wholes))
 
 
 def _shareable(heads: int, ranks: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
@@ -13,6 +14,7 @@ from roll.config.settings import Settings
 RANK_AXES = ("tp", "cp", "ep", "dp", "pp")
 
 Mode = Literal["mtp", "msp", "fsp", "isp"]
+ContextCommunication = Literal["a2a", "all_gather", "ring"]
 
 
 class ParallelSettings(Settings):
@@ -26,6 +28,14 @@ class ParallelSettings(Settings):
     - `fsp`: as msp, but only the shard is kept, and gathered again in backward (Megatron-Core's sequence parallelism).
     - `isp`: the sequence is split over sp everywhere and heads are exchanged around attention; weights are split over
       wp and gathered before use. sp and wp are independent of each other.
+
+    mtp, msp and fsp can also split the sequence over cp ranks from the embedding to the head. How these attend to each
+    other's tokens is `cp_comm`:
+
+    - `a2a`: a rank holds a contiguous part of the row; heads are exchanged around attention, as in isp.
+    - `all_gather`: every rank gathers all keys and values. Each sequence is cut into 2 cp chunks, of which rank r holds
+      r and 2 cp - 1 - r, so that all have equally much to attend to under the causal mask.
+    - `ring`: the same chunks; keys and values go around from rank to rank while each computes with those it has.
     """
 
     mode: Mode = "mtp"
@@ -39,7 +49,9 @@ class ParallelSettings(Settings):
     pp: PositiveInt = 1
     """Pipeline-parallel degree: stages over which the layers are split."""
     cp: PositiveInt = 1
-    """Context-parallel degree: ranks over which a sequence is split (only 1 for now)."""
+    """Context-parallel degree: ranks over which a sequence is split from the embedding to the head (mtp, msp, fsp)."""
+    cp_comm: ContextCommunication = "a2a"
+    """How the cp ranks attend to each other's tokens; with cp 1 there is nobody to talk to, whatever it says."""
     parallel_output: bool = True
     """Whether `op_compute_logits` leaves the vocabulary split over tp; isp has it whole, log-probs never need that."""
     rank_order: str = "tp-cp-ep-dp-pp"
@@ -56,9 +68,20 @@ class ParallelSettings(Settings):
         return self.sp if self.mode == "isp" else self.cp
 
     @property
-    def sequence_shards(self) -> int:
-        """Equal parts that a packed row is cut into; its length is a multiple of this."""
-        return self.tp if self.sequence_parallel else self.context_parallel
+    def zigzag(self) -> bool:
+        """Whether a rank holds an early and a late chunk of every sequence, instead of one part of the row."""
+        return self.cp > 1 and self.cp_comm != "a2a"
+
+    @property
+    def segment_multiple(self) -> int:
+        """What the length of every sequence of a packed row is a multiple of: the chunks that it is dealt in."""
+        return 2 * self.cp if self.zigzag else 1
+
+    @property
+    def row_multiple(self) -> int:
+        """What the length of a packed row is a multiple of: the equal parts that it is cut into."""
+        parts = self.context_parallel * (self.tp if self.sequence_parallel else 1)
+        return math.lcm(parts, self.segment_multiple)
 
     @property
     def model_parallel_size(self) -> int:
@@ -70,7 +93,7 @@ class ParallelSettings(Settings):
         return f"sp {self.sp} x pp {self.pp}" if self.mode == "isp" else f"tp {self.tp} x pp {self.pp} x cp {self.cp}"
 
     def checks(self) -> Iterable[Check]:
-        return (self._rank_order_is_complete, self._degrees_belong_to_the_mode)
+        return (self._rank_order_is_complete, self._degrees_belong_to_the_mode, self._megatron_orders_ranks_so)
 
     def _rank_order_is_complete(self) -> Iterator[Problem]:
         if sorted(self.rank_order.split("-")) != sorted(RANK_AXES):
@@ -81,5 +104,16 @@ class ParallelSettings(Settings):
         for name, degree in foreign.items():
             if degree > 1:
                 yield Problem(name, f"{degree} has no meaning in mode {self.mode}: it must be 1 there")
+        if self.mode == "isp" and self.cp_comm != "a2a":
+            yield Problem("cp_comm", f"{self.cp_comm} has no meaning in mode isp: its ranks exchange heads, a2a")
         if self.sequence_parallel and self.tp == 1:
             yield Problem("mode", f"{self.mode} splits the sequence over tp, which must be more than 1; got tp 1")
+
+    def _megatron_orders_ranks_so(self) -> Iterator[Problem]:
+        """Megatron-Core counts the context-parallel ranks among the data-parallel ones of an expert, and refuses
+        pipelines that then differ (parallel_state.py:812).
+        """
+        order_is_known = sorted(self.rank_order.split("-")) == sorted(RANK_AXES)
+        if order_is_known and self.pp > 1 and self.context_parallel > 1 and not self.rank_order.endswith("pp"):
+            both = f"{'sp' if self.mode == 'isp' else 'cp'} {self.context_parallel} and pp {self.pp}"
+            yield Problem("rank_order", f"must end with pp where {both} are more than 1, got {self.rank_order!r}")

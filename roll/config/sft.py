@@ -133,12 +133,14 @@ class SFTConfig(Settings):
             yield Problem("seq_len", f"{self.seq_len} is over the model's context of {context} tokens")
 
     def _sequence_divides(self) -> Iterator[Problem]:
-        shards = self.parallel.sequence_shards
+        """In mode isp rows are cut when they are loaded; elsewhere the strategy fills them up."""
+        if self.parallel.mode != "isp":
+            return
+        sp = self.parallel.sp
         packed = f"micro_bsz {self.micro_bsz} x seq_len {self.seq_len} = {self.pack_length}"
         length, name = (self.pack_length, packed) if self.use_packed_dataset else (self.seq_len, str(self.seq_len))
-        if length % shards:
-            degree = "tp" if self.parallel.sequence_parallel else "sp"
-            split = f"the {shards} parts of the sequence, parallel.{degree} {shards} of mode {self.parallel.mode}"
+        if length % sp:
+            split = f"the {sp} parts of the sequence, parallel.sp {sp} of mode isp"
             yield Problem("seq_len", f"{name} is not a multiple of {split}")
 
     def _ramp_up_fits(self) -> Iterator[Problem]:

@@ -1,7 +1,9 @@
 """What stands after the last layer: a vocabulary projection that is applied in chunks, or a value per token.
 
-Both take the place of `GPTModel.output_layer`. Legend: b rows, s tokens of a row, n ranks over which the sequence is
-split, V vocabulary, H hidden.
+Both take the place of `GPTModel.output_layer`, and both know only this rank's own tokens where a sequence is split from
+the embedding on (mode isp, and cp): who wants those of all gathers results, not hidden states. Legend: b rows, s own
+tokens of a row, n tensor-parallel ranks over which they are split between the linears (msp, fsp; else 1), V vocabulary,
+H hidden.
 """
 
 from __future__ import annotations
@@ -9,16 +11,15 @@ from __future__ import annotations
 import torch
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from roll.config import Mode
+from roll.parallel.sequence_gather import gather_sequence
 from roll.parallel.state import ParallelState
 from roll.parallel.vocab import vocab_parallel_log_probs
 
@@ -31,7 +32,7 @@ class HandOn(nn.Module):
 
 
 class LanguageModelHead(nn.Module):
-    """The vocabulary projection, split over tp (mtp, msp, fsp) or applied to this rank's own tokens (isp).
+    """The vocabulary projection, split over tp (mtp, msp, fsp) or whole (isp).
 
     The logits of all tokens at once would be the largest tensor of the step (T x V), so they are made chunk by chunk
     when something is computed from them, and again in the backward pass.
@@ -41,35 +42,19 @@ class LanguageModelHead(nn.Module):
         super().__init__()
         self.mode: Mode = state.mode
         self.tp_group = state.tp
-        self.cp_group = state.cp
         shape = vocab_size // self.tp_group.size(), config.hidden_size
         self.weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
 
     def log_probs(
-        self, hidden: Tensor, targets: Tensor, *, temperature: float, chunk: int, with_entropy: bool
+        self, hidden: Tensor, targets: Tensor, *, temperature: float, chunk: int, with_entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """log p(target) and entropy at `temperature`, both `[b, s]` fp32, equal on all ranks that share the batch.
+        """log p(target) and entropy at `temperature`, both `[b, s]` fp32, equal on all tensor-parallel ranks.
 
         Args:
-            hidden: `[b, s, H]`; `[b, s/n, H]` where the sequence is split.
+            hidden: `[b, s/n, H]`.
             targets: `[b, s]` int64.
             chunk: tokens whose logits exist at the same time.
         """
-        own_targets = targets.chunk(self.cp_group.size(), dim=1)[self.cp_group.rank()]
-        own = self._of_own_tokens(hidden, own_targets, temperature, chunk, with_entropy=with_entropy)
-        whole = _gather_sequence(torch.stack(own, dim=-1), self.cp_group)
-        # Not views: an in-place change of those would cut FSDP2's hooks off.
-        return whole[..., 0].clone(), whole[..., 1].clone() if with_entropy else None
-
-    def own_log_probs(self, hidden: Tensor, targets: Tensor, *, temperature: float, chunk: int) -> Tensor:
-        """log p(target) `[b, s/n]` of this rank's own tokens, where it has a part of the sequence from the embedding on
-        (isp) and targets `[b, s/n]` of that part; in other modes all tokens are its own.
-        """
-        return self._of_own_tokens(hidden, targets, temperature, chunk, with_entropy=False)[0].clone()
-
-    def _of_own_tokens(
-        self, hidden: Tensor, targets: Tensor, temperature: float, chunk: int, *, with_entropy: bool
-    ) -> list[Tensor]:
         shards = self._sequence_shards
         # Under sequence parallelism a chunk is the same part of every rank's shard.
         by_shard = targets.unflatten(1, (shards, -1))
@@ -87,10 +72,12 @@ class LanguageModelHead(nn.Module):
             # fsp keeps the shard and gathers it again when the chunk is computed again; the others gather once.
             inputs = hidden_chunk if self.mode == "fsp" else self._of_all_shards(hidden_chunk)
             parts.append(checkpoint(of_chunk, inputs, target_chunk, use_reentrant=False, preserve_rng_state=False))
-        return [torch.cat(part, dim=2).flatten(1) for part in zip(*parts, strict=True)]
+        # Not views: an in-place change of those would cut FSDP2's hooks off.
+        log_probs, *entropy = (torch.cat(part, dim=2).flatten(1).clone() for part in zip(*parts, strict=True))
+        return log_probs, entropy[0] if with_entropy else None
 
     def logits(self, hidden: Tensor, *, parallel_output: bool = True) -> Tensor:
-        """Logits at temperature 1: `[b, s, V/tp]`, `[b, s, V]` unless `parallel_output`, `[b, s/n, V]` in isp."""
+        """Logits at temperature 1: `[b, s, V/tp]`, `[b, s, V]` unless `parallel_output`; isp has no tp."""
         logits = linear(self._of_all_shards(hidden), self.weight)
         return logits if parallel_output else gather_from_tensor_model_parallel_region(logits, group=self.tp_group)
 
@@ -102,7 +89,7 @@ class LanguageModelHead(nn.Module):
         """`[b, s, H]`, with the sum over the vocabulary shards in backward that a column-parallel layer owes."""
         if self._sequence_shards == 1:
             return copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
-        return _gather_sequence(hidden, self.tp_group, sums_gradients=True)
+        return gather_sequence(hidden, self.tp_group, sums_gradients=True)
 
 
 class ValueHead(nn.Module):
@@ -110,25 +97,13 @@ class ValueHead(nn.Module):
 
     def __init__(self, config: TransformerConfig, state: ParallelState) -> None:
         super().__init__()
-        # A rank has its own tokens only, if at all, over one of the two groups.
-        self.sequence_group = state.tp if config.sequence_parallel else state.cp
+        self.tp_group = state.tp
+        self.sequence_parallel = config.sequence_parallel
         self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
 
     def forward(self, input_: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
-        """`[s, b, H]` (`[s/n, b, H]` where the sequence is split) to values `[s, b, 1]` fp32 of all tokens."""
+        """`[s/n, b, H]` to values `[s, b, 1]` fp32."""
         values = linear(input_, self.weight).float()
-        return _gather_sequence(values.transpose(0, 1), self.sequence_group).transpose(0, 1), None
-
-
-def _gather_sequence(x: Tensor, group: ProcessGroup, *, sums_gradients: bool = False) -> Tensor:
-    """`[b, s/n, ...]` to `[b, s, ...]`.
-
-    In backward each rank takes its own part of the gradient: as it is where all ranks do the same with the whole,
-    summed over the ranks where each does something else.
-    """
-    if group.size() == 1:
-        return x
-    whole = gather_from_sequence_parallel_region(
-        x.transpose(0, 1).contiguous(), tensor_parallel_output_grad=sums_gradients, group=group
-    )
-    return whole.transpose(0, 1)
+        if self.sequence_parallel:
+            values = gather_sequence(values.transpose(0, 1), self.tp_group).transpose(0, 1)
+        return values, None

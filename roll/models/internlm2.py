@@ -25,11 +25,13 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch.nn.functional import silu
 
 from roll.config import Head, Mode, ModelConfig, ParallelSettings
+from roll.models.all_gather_attention import AllGatherAttention
 from roll.models.attention import PackedCausalAttention
 from roll.models.embedding import HiddenParallelEmbedding
 from roll.models.heads import HandOn, LanguageModelHead, ValueHead
 from roll.models.hf_mapping import mapped_parameters
 from roll.models.linears import GateAndUpLinear, GatherOnceColumnParallelLinear
+from roll.models.ring_attention import RingAttention
 from roll.models.rms_norm import RMSNorm
 from roll.models.rotary import PositionRotaryEmbedding
 from roll.models.ulysses import UlyssesAttention
@@ -82,8 +84,9 @@ def megatron_config(model: ModelConfig, parallel: ParallelSettings, dtype: torch
     )
 
 
-def layer_spec(mode: Mode, model: ModelConfig) -> ModuleSpec:
+def layer_spec(parallel: ParallelSettings, model: ModelConfig) -> ModuleSpec:
     """One decoder layer: Megatron-Core's, with the linears and the attention of the mode."""
+    mode = parallel.mode
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -93,7 +96,7 @@ def layer_spec(mode: Mode, model: ModelConfig) -> ModuleSpec:
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=GatherOnceColumnParallelLinear if mode == "msp" else ColumnParallelLinear,
-                    core_attention=UlyssesAttention if mode == "isp" else PackedCausalAttention,
+                    core_attention=core_attention(parallel),
                     linear_proj=RowParallelLinear,
                     # Each rank has the norms whole and its own heads only. Megatron-Core sums their gradients over the
                     # tensor-parallel group by these names, with sequence parallelism and without.
@@ -109,6 +112,15 @@ def layer_spec(mode: Mode, model: ModelConfig) -> ModuleSpec:
             mlp_bda=get_bias_dropout_add,
         ),
     )
+
+
+def core_attention(parallel: ParallelSettings) -> type[torch.nn.Module]:
+    """Attention between the tokens of the ranks over which a sequence is split, or of the only one."""
+    if parallel.mode == "isp":
+        return UlyssesAttention
+    if parallel.cp == 1:
+        return PackedCausalAttention
+    return {"a2a": UlyssesAttention, "all_gather": AllGatherAttention, "ring": RingAttention}[parallel.cp_comm]
 
 
 _GATE_AND_UP = {
@@ -136,15 +148,16 @@ def build_internlm2(
         stored_dtype: of the weights where they are split while they are not used (mode isp); `dtype` unless given.
 
     The forward pass of the last stage returns hidden states `[b, s, H]` for `lm`, on which `gpt.head` computes what is
-    asked (`[b, s/n, H]` where the sequence is split over n ranks), and values `[b, s, 1]` for `value`; other stages
-    return hidden states for the next stage.
+    asked (`[b, s/n, H]` where the sequence is split over n tensor-parallel ranks), and values `[b, s, 1]` for `value`;
+    other stages return hidden states for the next stage. s are the tokens of a row that this rank's part of the
+    context-parallel split has (`PackedSequence.own`): all of them unless there is such a split.
     """
     platform = get_platform()
     with platform.quiet_megatron():
         config = megatron_config(model, parallel, dtype)
     if state.mode == "isp":
         config.params_dtype = stored_dtype or dtype
-    layers = [layer_spec(state.mode, model)] * (model.num_hidden_layers // parallel.pp)
+    layers = [layer_spec(parallel, model)] * (model.num_hidden_layers // parallel.pp)
     # Nothing is allocated before it is known which part of it this rank keeps.
     with torch.device("meta"):
         gpt = GPTModel(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from roll.data.packing import PackedRows, check_divides
+from roll.data.packing import PackedRows
+from roll.data.sequence_split import WHOLE, HeldTokens, SequenceSplit
+from roll.models.segments import Segments, ZigzagBlocks
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PackedSequence(PackedSeqParams):
     """Megatron-Core's packed parameters with the position of every token of this rank.
 
@@ -19,60 +22,82 @@ class PackedSequence(PackedSeqParams):
     which is wrong for any split of the sequence but its own.
     """
 
-    position_ids: Tensor | None = None
-    """`[s]` int64: of this rank's tokens of a row."""
-    segment_lengths: Tensor | None = None
-    """`[s]` int64: the length of the whole segment that each token of this rank belongs to."""
-    by_length: Tensor | None = None
-    """`[T]` int64: the tokens of the shortest segments first, those of the longest last."""
-    lengths: tuple[tuple[int, int], ...] = ()
-    """(length, number of segments of that length), shortest first."""
+    split: SequenceSplit
+    held: HeldTokens
+    """The tokens of a row that this rank holds, and the others."""
+    lengths: Tensor
+    """`[segments]` int64 on CPU: of all segments of all rows, with what fills them up."""
+    position_ids: Tensor
+    """`[s]` int64: of this rank's tokens of a row, from 0 in each segment."""
+    segment_lengths: Tensor
+    """`[s]` int64: the length of the whole segment that each token of this rank belongs to, without its filling."""
 
     @classmethod
-    def of(cls, rows: PackedRows, shard: int = 0, shards: int = 1) -> PackedSequence:
-        """Of packed rows, on the rank that holds part `shard` of `shards` equal parts of them."""
-        return cls.packed(rows.cu_seqlens, rows.position_ids[0], shard, shards)
+    def of(cls, rows: PackedRows, split: SequenceSplit = WHOLE) -> PackedSequence:
+        """Of packed rows."""
+        device = rows.input_ids.device
+        return cls.packed(rows.cu_seqlens, split, lengths=rows.segment_lengths, device=device)
 
     @classmethod
-    def packed(cls, cu_seqlens: Tensor, position_ids: Tensor, shard: int = 0, shards: int = 1) -> PackedSequence:
-        """Of one row whose segments begin at `cu_seqlens` (on CPU); `position_ids` of the whole row, `[T]`."""
-        check_divides(len(position_ids), shards)
-        return cls.of_shard(cu_seqlens, position_ids.chunk(shards)[shard], shard, shards)
-
-    @classmethod
-    def of_shard(cls, cu_seqlens: Tensor, position_ids: Tensor, shard: int = 0, shards: int = 1) -> PackedSequence:
-        """The same from the positions of this rank's own tokens, `[T/shards]`."""
-        lengths = cu_seqlens.diff().long()
-        own_lengths = lengths.repeat_interleave(lengths).chunk(shards)[shard]
-        return cls._from(cu_seqlens, position_ids, own_lengths)
+    def packed(
+        cls,
+        cu_seqlens: Tensor,
+        split: SequenceSplit = WHOLE,
+        *,
+        lengths: Tensor | None = None,
+        device: torch.device | None = None,
+    ) -> PackedSequence:
+        """Of one row whose segments begin at `cu_seqlens` (on CPU); `lengths` `[segments]` without their filling."""
+        filled = cu_seqlens.diff().long()
+        return cls._from(filled, filled if lengths is None else lengths, filled, split, device)
 
     @classmethod
     def unpacked(
-        cls, rows: int, length: int, shard: int = 0, shards: int = 1, *, device: torch.device | None = None
+        cls,
+        rows: int,
+        length: int,
+        split: SequenceSplit = WHOLE,
+        *,
+        filled: int | None = None,
+        device: torch.device | None = None,
     ) -> PackedSequence:
-        """Of `rows` rows of `length` tokens each, on the rank that holds part `shard` of each of them."""
-        check_divides(length, shards)
-        cu_seqlens = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
-        positions = torch.arange(length, device=device).chunk(shards)[shard]
-        return cls._from(cu_seqlens, positions, torch.full_like(positions, length))
+        """Of `rows` rows of `length` tokens each, filled up to `filled`."""
+        row = torch.tensor([length if filled is None else filled])
+        return cls._from(row, torch.tensor([length]), row.repeat(rows), split, device)
 
     @classmethod
-    def _from(cls, cu_seqlens: Tensor, position_ids: Tensor, segment_lengths: Tensor) -> PackedSequence:
-        device = position_ids.device
-        lengths = cu_seqlens.diff()
-        # Stable, so that the tokens of a segment stay together and in order.
-        by_length = torch.sort(lengths.repeat_interleave(lengths), stable=True).indices
-        kinds, counts = lengths.unique(return_counts=True)
-        on_device = cu_seqlens.to(device)
-        longest = int(lengths.max())
+    def _from(
+        cls,
+        row: Tensor,
+        lengths: Tensor,
+        all_segments: Tensor,
+        split: SequenceSplit,
+        device: torch.device | None,
+    ) -> PackedSequence:
+        """`row` are the filled lengths of one row's segments, `lengths` those without filling."""
+        ends = row.cumsum(0)
+        held = split.held(torch.cat([ends.new_zeros(1), ends]))
+        positions = torch.arange(int(ends[-1])) - (ends - row).repeat_interleave(row)
         return cls(
             qkv_format="sbhd",
-            cu_seqlens_q=on_device,
-            cu_seqlens_kv=on_device,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-            position_ids=position_ids,
-            segment_lengths=segment_lengths.to(device),
-            by_length=by_length.to(device),
-            lengths=tuple(zip(kinds.tolist(), counts.tolist(), strict=True)),
+            split=split,
+            held=held,
+            lengths=all_segments,
+            position_ids=held.own(positions).to(device),
+            segment_lengths=held.own(lengths.repeat_interleave(row)).to(device),
         )
+
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's tokens of rows `[b, T]`."""
+        return self.held.own(whole, dim=1)
+
+    @cached_property
+    def segments(self) -> Segments:
+        """All segments, each attending to itself."""
+        return Segments(self.lengths, self.lengths, self.position_ids.device)
+
+    @cached_property
+    def zigzag(self) -> ZigzagBlocks:
+        """What this rank of a zigzag split has to compute."""
+        assert self.split.parallel.zigzag
+        return ZigzagBlocks(self.lengths, self.split.ranks, self.split.rank, self.position_ids.device)

@@ -59,10 +59,8 @@ class PositionRotaryEmbedding(nn.Module):
 
     def forward(self, packed: PackedSequence, **unused: object) -> Tensor:
         """Angles `[T, 1, 1, head_dim]` fp32 of this rank's tokens, the two halves equal (rotate-half convention)."""
-        assert packed.position_ids is not None
         frequencies = self.frequencies
         if self.model.rope_scaling is not None and self.model.rope_scaling.rope_type == "dynamic":
-            assert packed.segment_lengths is not None
             frequencies = 1.0 / self._bases(packed.segment_lengths).unsqueeze(1) ** self.exponents
         angles = packed.position_ids.float().unsqueeze(1) * frequencies
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]

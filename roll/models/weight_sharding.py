@@ -48,7 +48,7 @@ def shard_weights(gpt: GPTModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPGPTModel\) returned a view tensor")
     if hasattr(gpt, "head"):
         # The head's weight is used in methods, not in a forward pass.
-        for method in ("log_probs", "own_log_probs", "logits"):
+        for method in ("log_probs", "logits"):
             register_fsdp_forward_method(gpt.head, method)
     for block, following in pairwise(layers):
         block.set_modules_to_forward_prefetch([following])

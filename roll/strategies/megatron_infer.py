@@ -24,24 +24,26 @@ from roll.checkpoint.tensor_sources import tensor_source
 from roll.config import ModelConfig, StrategySettings, check_parallel
 from roll.data.micro_batches import cut_micro_batches, join_results
 from roll.data.packing import PackedRows, pack_rows
+from roll.data.sequence_split import HeldTokens, SequenceSplit
 from roll.models.internlm2 import build_internlm2
 from roll.models.packed_sequence import PackedSequence
 from roll.parallel.degrees import ParallelDegrees
+from roll.parallel.sequence_gather import gather_sequence
 from roll.parallel.state import ParallelState
 from roll.platform import get_platform
 from roll.protocol import DataProto, broadcast_batch, check_model_batch
 from roll.strategies.base import ForwardFunc, InferenceStrategy, LossFunc, Metrics, ModelOutput
-from roll.strategies.tokens import TokenMicroBatch, count_labels, token_forward_step
+from roll.strategies.tokens import OwnTokens, TokenMicroBatch, count_labels, token_forward_step
 
 
 @dataclass(frozen=True)
 class PackedOutput(ModelOutput):
-    """The last stage's output for a packed micro-batch: hidden states `[1, T, H]`, or values `[1, T, 1]`.
-
-    Hidden states are those of this rank's tokens where the sequence is split.
+    """The last stage's output for a packed micro-batch: hidden states `[1, T, H]`, or values `[1, T, 1]`; those of this
+    rank's tokens where the sequence is split.
     """
 
     rows: PackedRows
+    held: HeldTokens
 
 
 class MegatronInferStrategy(InferenceStrategy):
@@ -60,6 +62,7 @@ class MegatronInferStrategy(InferenceStrategy):
         self.model_config = ModelConfig.from_folder(settings.model_path)
         self._check_degrees()
         self.device = get_platform().device()
+        self.split = SequenceSplit(settings.parallel, state.cp.rank())
         self.gpt: GPTModel
         self.model: nn.Module
 
@@ -176,12 +179,13 @@ class MegatronInferStrategy(InferenceStrategy):
 
         Every rank has equally many, and the ranks that share a batch the same (in mode isp each its own part).
         """
-        num_labels = count_labels(micro_batches, self.state, self.device)
+        own_tokens = [OwnTokens.of(micro_batch, self.split) for micro_batch in micro_batches]
+        num_labels = count_labels(own_tokens, self.state, self.device)
         if num_labels == 0:
             return math.nan
         self.model.eval()
-        forward = partial(token_forward_step, self.gpt, self.state, num_labels, self.settings.token_chunk)
-        metrics = self._run_schedule(list(micro_batches), forward, forward_only=True)
+        forward = partial(token_forward_step, self.gpt, num_labels, self.settings.token_chunk)
+        metrics = self._run_schedule(own_tokens, forward, forward_only=True)
         return self._sum_metrics(metrics, self.state.megatron.dp_cp).get("loss", math.nan)
 
     def _sum_metrics(self, parts: list[dict[str, Tensor]], group: ProcessGroup) -> Metrics:
@@ -216,7 +220,7 @@ class MegatronInferStrategy(InferenceStrategy):
     def inner_forward_step(
         self, func: ForwardFunc | LossFunc, data_iterator: Iterator[DataProto], model: nn.Module
     ) -> tuple[Tensor, partial[Any]]:
-        """One micro-batch through this stage: drop the padding, pack, run.
+        """One micro-batch through this stage: drop the padding, pack, take this rank's tokens, run.
 
         Returns:
             The stage's output, and what the schedule calls with the last stage's output.
@@ -225,21 +229,28 @@ class MegatronInferStrategy(InferenceStrategy):
         rows = pack_rows(
             micro_batch["input_ids"],
             micro_batch["attention_mask"],
-            multiple_of=self.settings.parallel.sequence_shards,
+            multiple_of=self.settings.parallel.row_multiple,
+            segment_multiple_of=self.settings.parallel.segment_multiple,
         )
-        shard, shards = self.state.cp.rank(), self.state.cp.size()
+        packed = PackedSequence.of(rows, self.split)
         output = model(
-            input_ids=rows.input_ids.chunk(shards, dim=1)[shard],
+            input_ids=packed.own(rows.input_ids),
             position_ids=None,  # They are part of the packed sequence.
             attention_mask=None,
-            packed_seq_params=PackedSequence.of(rows, shard, shards),
+            packed_seq_params=packed,
         )
-        return output, partial(self._apply, func, micro_batch, rows)
+        return output, partial(self._apply, func, micro_batch, rows, packed.held)
 
     def _apply(
-        self, func: Any, micro_batch: DataProto, rows: PackedRows, output: Tensor, non_loss_data: bool = False
+        self,
+        func: Any,
+        micro_batch: DataProto,
+        rows: PackedRows,
+        held: HeldTokens,
+        output: Tensor,
+        non_loss_data: bool = False,
     ) -> Any:
-        result = func(micro_batch, PackedOutput(output, rows))
+        result = func(micro_batch, PackedOutput(output, rows, held))
         if non_loss_data:
             return result
         loss, metrics = result
@@ -267,30 +278,38 @@ class MegatronInferStrategy(InferenceStrategy):
         assert isinstance(output, PackedOutput)
         log_probs, entropy = self.gpt.head.log_probs(
             output.tensor,
-            output.rows.next_tokens(input_ids).unsqueeze(0),
+            output.held.own(output.rows.next_tokens(input_ids)).unsqueeze(0),
             temperature=self.settings.temperature,
             chunk=self.settings.token_chunk,
             with_entropy=with_entropy,
         )
-        wanted = attention_mask[:, 1:].bool()
-        per_row = [
-            torch.where(wanted, output.rows.unpack_next(x[0]), 0.0) for x in (log_probs, entropy) if x is not None
-        ]
+        own = [log_probs] if entropy is None else [log_probs, entropy]
+        per_row = self._per_row(torch.stack(own, dim=-1), output, attention_mask)
         return per_row[0], per_row[-1]
+
+    def _per_row(self, own: Tensor, output: PackedOutput, attention_mask: Tensor) -> list[Tensor]:
+        """What this rank has of its own tokens, `[1, t, kinds]`, of all tokens at their rows, `[b, S-1]` each.
+
+        All ranks that share the batch get all of it, so all compute the same loss; in backward each follows its own
+        tokens, and the sum of the ranks' gradients is that of the loss.
+        """
+        whole = output.held.in_order(gather_sequence(own, self.state.cp), dim=1)[0]
+        wanted = attention_mask[:, 1:].bool()
+        return [torch.where(wanted, output.rows.unpack_next(kind), 0.0) for kind in whole.unbind(-1)]
 
     def op_compute_logits(self, output: ModelOutput) -> Tensor:
         """Logits of the packed row at temperature 1, for loss functions that need more than log-probs.
 
-        In mode isp a rank has the logits of its own tokens. A loss over what a rank has is summed over the ranks by its
-        gradients; as a metric it is reported as this rank's part.
+        Under context parallelism (mode isp too) a rank has the logits of its own tokens, `output.held` says which. A
+        loss over what a rank has is summed over the ranks by its gradients; as a metric it is reported as this rank's
+        part.
 
         Returns:
-            `[1, T, V/tp]`; `[1, T, V]` with `parallel.parallel_output` false; `[1, T/sp, V]` in mode isp.
+            `[1, T/n, V/tp]` for n = cp or sp; `[1, T/n, V]` with `parallel.parallel_output` false.
         """
         logits: Tensor = self.gpt.head.logits(output.tensor, parallel_output=self.settings.parallel.parallel_output)
         return logits
 
     def op_compute_values(self, output: ModelOutput, attention_mask: Tensor) -> Tensor:
         assert isinstance(output, PackedOutput)
-        values = output.rows.unpack_next(output.tensor.flatten())
-        return torch.where(attention_mask[:, 1:].bool(), values, 0.0)
+        return self._per_row(output.tensor, output, attention_mask)[0]

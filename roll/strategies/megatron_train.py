@@ -30,7 +30,7 @@ from roll.strategies.base import LossFunc, Metrics, TrainStrategy
 from roll.strategies.buckets import in_buckets
 from roll.strategies.gradients import Gradients, ReplicatedGradients, ShardedGradients
 from roll.strategies.megatron_infer import MegatronInferStrategy
-from roll.strategies.tokens import TokenMicroBatch, count_labels, token_forward_step
+from roll.strategies.tokens import OwnTokens, TokenMicroBatch, count_labels, token_forward_step
 
 
 class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
@@ -83,11 +83,12 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
         Returns:
             As `train_step`, with `tokens`, the number of labels.
         """
-        num_labels = count_labels(micro_batches, self.state, self.device)
+        own_tokens = [OwnTokens.of(micro_batch, self.split) for micro_batch in micro_batches]
+        num_labels = count_labels(own_tokens, self.state, self.device)
         if num_labels == 0:
             return self._skipped() | {"tokens": 0.0}
-        forward = partial(token_forward_step, self.gpt, self.state, num_labels, self.settings.token_chunk)
-        metrics = self._optimize(list(micro_batches), forward, self.state.megatron.dp_cp)
+        forward = partial(token_forward_step, self.gpt, num_labels, self.settings.token_chunk)
+        metrics = self._optimize(own_tokens, forward, self.state.megatron.dp_cp)
         return metrics | {"tokens": float(num_labels)}
 
     def _skipped(self) -> Metrics:

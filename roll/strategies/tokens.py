@@ -1,12 +1,15 @@
 """Next-token prediction on micro-batches of token ids and labels, as `roll.data` loads them.
 
-A micro-batch is what `load_accum_batch` gives: packed (`input_ids` `[1, P]` with `cu_seqlens` and `indexes`) or
-unpacked (`input_ids` `[micro_bsz, seq_len]` alone), already cut to this rank's part of the sequence in mode isp.
+A micro-batch is what `load_accum_batch` gives: packed (`input_ids` `[1, P]` with `cu_seqlens`) or unpacked (`input_ids`
+`[micro_bsz, seq_len]` alone). In mode isp it is this rank's part of the sequence already; in the others it is whole,
+the same on all ranks that share it, and cp ranks take their part of it here. Positions follow from `cu_seqlens`, as
+`indexes` do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +19,9 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from roll.data.loading import Data
-from roll.data.packs import IGNORED
+from roll.data.packing import align_segments
+from roll.data.packs import IGNORED, PAD_ID
+from roll.data.sequence_split import SequenceSplit
 from roll.models.packed_sequence import PackedSequence
 from roll.parallel.state import ParallelState
 
@@ -24,46 +29,80 @@ TokenMicroBatch = tuple[Data, Tensor]
 """Data and labels; a label of -100 is not learned."""
 
 
-def count_labels(micro_batches: Sequence[TokenMicroBatch], state: ParallelState, device: torch.device) -> int:
+@dataclass(frozen=True)
+class OwnTokens:
+    """This rank's tokens of a micro-batch. Labels are those of the whole: each stands beside the token before it."""
+
+    input_ids: Tensor
+    """`[b, s]` int64."""
+    labels: Tensor
+    """`[b, s]` int64."""
+    packed: PackedSequence
+
+    @classmethod
+    def of(cls, micro_batch: TokenMicroBatch, split: SequenceSplit) -> OwnTokens:
+        """Fill up the rows of a micro-batch as the ranks need it, and take this rank's tokens."""
+        data, labels = micro_batch
+        ids, parallel = data["input_ids"], split.parallel
+        if parallel.mode == "isp":
+            return cls(ids, labels, _packed_isp(data, split))
+        is_packed = "cu_seqlens" in data
+        lengths = data["cu_seqlens"].diff().long() if is_packed else torch.tensor([ids.shape[1]])
+        aligned = align_segments(
+            lengths, multiple_of=parallel.row_multiple, segment_multiple_of=parallel.segment_multiple
+        )
+        filled, places = int(aligned.cu_seqlens[-1]), aligned.places.to(ids.device)
+        if is_packed:
+            packed = PackedSequence.packed(aligned.cu_seqlens, split, lengths=aligned.lengths, device=ids.device)
+        else:
+            rows, length = ids.shape
+            packed = PackedSequence.unpacked(rows, length, split, filled=filled, device=ids.device)
+
+        def own(whole: Tensor, padding: int) -> Tensor:
+            return packed.own(whole.new_full((len(whole), filled), padding).index_copy_(1, places, whole))
+
+        return cls(own(ids, PAD_ID), own(labels, IGNORED), packed)
+
+
+def _packed_isp(data: Data, split: SequenceSplit) -> PackedSequence:
+    ids = data["input_ids"]
+    if "cu_seqlens" in data:
+        return PackedSequence.packed(data["cu_seqlens"], split, device=ids.device)
+    rows, own_length = ids.shape
+    return PackedSequence.unpacked(rows, own_length * split.ranks, split, device=ids.device)
+
+
+def count_labels(micro_batches: Sequence[OwnTokens], state: ParallelState, device: torch.device) -> int:
     """Labels that are learned, of the whole step: all micro-batches of all ranks that have different tokens.
 
     Collective over these ranks.
     """
     count = torch.zeros((), dtype=torch.int64, device=device)
-    for _, labels in micro_batches:
-        count += (labels != IGNORED).sum()
+    for micro_batch in micro_batches:
+        count += (micro_batch.labels != IGNORED).sum()
     dist.all_reduce(count, group=state.megatron.dp_cp)
     return int(count)
 
 
 def token_forward_step(
     gpt: GPTModel,
-    state: ParallelState,
     num_labels: int,
     token_chunk: int,
-    data_iterator: Iterator[TokenMicroBatch],
+    data_iterator: Iterator[OwnTokens],
     model: nn.Module,
 ) -> tuple[Tensor, partial[Any]]:
-    """One micro-batch through this stage, for Megatron-Core's schedules; bind the first four arguments.
+    """One micro-batch through this stage, for Megatron-Core's schedules; bind the first three arguments.
 
     The loss is the sum of this rank's cross-entropies divided by `num_labels`, the labels of the whole step.
     """
-    data, labels = next(data_iterator)
+    tokens = next(data_iterator)
     output = model(
-        input_ids=data["input_ids"],
+        input_ids=tokens.input_ids,
         position_ids=None,  # They are part of the packed sequence.
         attention_mask=None,
-        packed_seq_params=_packed_sequence(data, state),
+        packed_seq_params=tokens.packed,
     )
-    return output, partial(_token_loss, gpt, labels, num_labels, token_chunk)
-
-
-def _packed_sequence(data: Data, state: ParallelState) -> PackedSequence:
-    shard, shards = state.cp.rank(), state.cp.size()
-    if "cu_seqlens" in data:
-        return PackedSequence.of_shard(data["cu_seqlens"], data["indexes"], shard, shards)
-    rows, own_length = data["input_ids"].shape
-    return PackedSequence.unpacked(rows, own_length * shards, shard, shards, device=data["input_ids"].device)
+    return output, partial(_token_loss, gpt, tokens.labels, num_labels, token_chunk)
 
 
 def _token_loss(
@@ -71,7 +110,7 @@ def _token_loss(
 ) -> Any:
     learned = labels != IGNORED
     targets = torch.where(learned, labels, 0)
-    log_probs = gpt.head.own_log_probs(output, targets, temperature=1.0, chunk=token_chunk)
+    log_probs, _ = gpt.head.log_probs(output, targets, temperature=1.0, chunk=token_chunk)
     loss = -torch.where(learned, log_probs, 0.0).sum() / num_labels
     metrics = {"loss": loss.detach().clone()}
     if non_loss_data:

@@ -19,6 +19,7 @@ from roll.checkpoint.hf import load_weights, save_hf
 from roll.checkpoint.tensor_sources import HfFolder, RandomTensors, tensor_source
 from roll.config import FAMILIES, ModelConfig, ParallelSettings
 from roll.data.packing import pack_rows
+from roll.data.sequence_split import SequenceSplit
 from roll.models.families import to_family
 from roll.models.hf_layout import hf_shapes
 from roll.models.internlm2 import build_internlm2
@@ -53,22 +54,22 @@ def logits_of(folder: Path, case: Case, target: Path, parallel: ParallelSettings
     save_hf(target, gpt, model, state, dtype=torch.float32, tokenizer_from=folder, max_shard_bytes=40 << 10)
     ids = torch.nn.utils.rnn.pad_sequence(sequences(case), batch_first=True, padding_value=-1)
     rows = pack_rows(ids, ids >= 0, multiple_of=4)
-    shard, shards = state.cp.rank(), state.cp.size()
+    packed = PackedSequence.of(rows, SequenceSplit(parallel, state.cp.rank()))
     if not state.is_first_stage:
         received = torch.empty(rows.input_ids.shape[1], 1, model.hidden_size)
         dist.recv(received, state.rank - 1)
         gpt.set_input_tensor(received)
     output = gpt(
-        input_ids=rows.input_ids.chunk(shards, dim=1)[shard],
+        input_ids=packed.own(rows.input_ids),
         position_ids=None,
         attention_mask=None,
-        packed_seq_params=PackedSequence.of(rows, shard, shards),
+        packed_seq_params=packed,
     )
     if not state.is_last_stage:
         dist.send(output.contiguous(), state.rank + 1)
         return torch.empty(0)
     own = gpt.head.logits(output, parallel_output=False)[0]
-    parts = [torch.empty_like(own) for _ in range(shards)]
+    parts = [torch.empty_like(own) for _ in range(state.cp.size())]
     dist.all_gather(parts, own, group=state.cp)
     return torch.cat(parts)[: rows.num_tokens]
 

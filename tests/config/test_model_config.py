@@ -147,7 +147,6 @@ def test_check_parallel() -> None:
         "actor.parallel.tp: 64 does not divide the model's num_key_value_heads 8; 8 would fit",
         "actor.parallel.pp: 5 does not divide the model's num_hidden_layers 32; 4 would fit",
         "actor.world_size: 100 is not a multiple of parallel.tp 64 x pp 5 x cp 2 = 640",
-        "actor.parallel.cp: context parallelism is not available yet: cp must be 1, got 2",
     ]
     assert check_parallel(model, ParallelSettings(tp=2), 3) == [
         "world_size: 3 is not a multiple of parallel.tp 2 x pp 1 x cp 1 = 2"

@@ -21,18 +21,28 @@ MODEL = ModelConfig(
 
 
 @pytest.mark.parametrize(
-    ("settings", "shards"),
+    ("settings", "row", "segment"),
     [
-        ({}, 1),
-        ({"tp": 4}, 1),
-        ({"mode": "msp", "tp": 2, "pp": 3}, 2),
-        ({"mode": "fsp", "tp": 4}, 4),
-        ({"mode": "isp", "sp": 2, "wp": 4}, 2),
-        ({"mode": "isp", "wp": 4}, 1),
+        ({}, 1, 1),
+        ({"tp": 4}, 1, 1),
+        ({"mode": "msp", "tp": 2, "pp": 3}, 2, 1),
+        ({"mode": "fsp", "tp": 4}, 4, 1),
+        ({"mode": "isp", "sp": 2, "wp": 4}, 2, 1),
+        ({"mode": "isp", "wp": 4}, 1, 1),
+        ({"cp": 1, "cp_comm": "ring"}, 1, 1),
+        ({"tp": 2, "cp": 2}, 2, 1),
+        ({"cp": 3, "cp_comm": "ring"}, 6, 6),
+        ({"mode": "fsp", "tp": 2, "cp": 2}, 4, 1),
+        ({"mode": "fsp", "tp": 2, "cp": 4, "cp_comm": "all_gather"}, 8, 8),
+        # Sequences of 4 tokens, of which each rank has 2, must add up to parts of the row that divide by tp 3.
+        ({"mode": "msp", "tp": 3, "cp": 2, "cp_comm": "ring"}, 12, 4),
     ],
 )
-def test_parts_that_a_row_is_cut_into(settings: dict[str, Any], shards: int) -> None:
-    assert ParallelSettings(**settings).sequence_shards == shards
+def test_multiples_that_rows_and_their_segments_are_filled_up_to(
+    settings: dict[str, Any], row: int, segment: int
+) -> None:
+    parallel = ParallelSettings(**settings)
+    assert (parallel.row_multiple, parallel.segment_multiple) == (row, segment)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +51,18 @@ def test_parts_that_a_row_is_cut_into(settings: dict[str, Any], shards: int) -> 
         ({"mode": "fsp"}, "mode: fsp splits the sequence over tp, which must be more than 1; got tp 1"),
         ({"mode": "isp", "tp": 2}, "tp: 2 has no meaning in mode isp: it must be 1 there"),
         ({"mode": "isp", "cp": 2}, "cp: 2 has no meaning in mode isp: it must be 1 there"),
+        (
+            {"mode": "isp", "cp_comm": "ring"},
+            "cp_comm: ring has no meaning in mode isp: its ranks exchange heads, a2a",
+        ),
+        (
+            {"cp": 2, "pp": 2, "rank_order": "tp-cp-ep-pp-dp"},
+            "rank_order: must end with pp where cp 2 and pp 2 are more than 1, got 'tp-cp-ep-pp-dp'",
+        ),
+        (
+            {"mode": "isp", "sp": 2, "pp": 2, "rank_order": "tp-cp-ep-pp-dp"},
+            "rank_order: must end with pp where sp 2 and pp 2 are more than 1, got 'tp-cp-ep-pp-dp'",
+        ),
         ({"sp": 2}, "sp: 2 has no meaning in mode mtp: it must be 1 there"),
         ({"mode": "msp", "tp": 2, "wp": 2}, "wp: 2 has no meaning in mode msp: it must be 1 there"),
         ({"mode": "tsp"}, "mode"),
@@ -80,3 +102,35 @@ def test_degrees_of_another_mode_are_refused(settings: dict[str, Any], message: 
 )
 def test_what_a_model_and_a_world_allow(settings: dict[str, Any], world_size: int, problems: list[str]) -> None:
     assert check_parallel(MODEL, ParallelSettings(mode="isp", **settings), world_size) == problems
+
+
+@pytest.mark.parametrize(
+    ("settings", "world_size", "problems"),
+    [
+        ({"cp": 4}, 8, []),
+        ({"tp": 2, "cp": 2, "mode": "fsp"}, 4, []),
+        ({"cp": 12}, 12, []),  # three ranks share a key-value head
+        ({"tp": 4, "cp": 3}, 12, []),  # each tensor-parallel rank has one, which all three share
+        (
+            {"cp": 8},
+            8,
+            [
+                "parallel.cp: 8 does not divide the model's num_attention_heads 12; 4 would fit, or cp_comm all_gather "
+                "or ring"
+            ],
+        ),
+        (
+            {"tp": 2, "cp": 3},
+            6,
+            [
+                "parallel.cp: 3 neither divides the model's num_key_value_heads 4 / tp 2 nor is a multiple of it; "
+                "2 would fit, or cp_comm all_gather or ring"
+            ],
+        ),
+        ({"cp": 5, "cp_comm": "ring"}, 5, []),
+        ({"tp": 4, "cp": 8, "cp_comm": "all_gather"}, 32, []),
+        ({"cp": 2, "tp": 2}, 6, ["world_size: 6 is not a multiple of parallel.tp 2 x pp 1 x cp 2 = 4"]),
+    ],
+)
+def test_what_context_parallelism_needs(settings: dict[str, Any], world_size: int, problems: list[str]) -> None:
+    assert check_parallel(MODEL, ParallelSettings(**settings), world_size) == problems

@@ -48,8 +48,11 @@ REFUSALS = {
     "warm_start.model.config.num_attention_heads=10 warm_start.model.config.num_key_value_heads=10": [
         "warm_start.model.config.num_attention_heads: 10 does not divide hidden_size 128"
     ],
-    "actor.parallel.cp=2 actor.world_size=4": [
-        "actor.parallel.cp: context parallelism is not available yet: cp must be 1, got 2"
+    "actor.parallel.cp=3 actor.world_size=6": [
+        "actor.parallel.cp: 3 does not divide the model's num_attention_heads 8 / tp 2; 2 would fit, or cp_comm "
+        "all_gather or ring",
+        "actor.parallel.cp: 3 neither divides the model's num_key_value_heads 4 / tp 2 nor is a multiple of it; "
+        "2 would fit, or cp_comm all_gather or ring",
     ],
     "critic.parallel.mode=fsp": [
         "critic.parallel.mode: fsp splits the sequence over tp, which must be more than 1; got tp 1"

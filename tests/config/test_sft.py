@@ -35,8 +35,8 @@ REFUSALS = {
         "parallel.sp 2 of mode isp"
     ],
     # Two such rows are a pack that divides, but without packing each row is split.
-    "seq_len=33 use_packed_dataset=false parallel={mode: fsp, tp: 2}": [
-        "seq_len: 33 is not a multiple of the 2 parts of the sequence, parallel.tp 2 of mode fsp"
+    "seq_len=33 use_packed_dataset=false parallel={mode: isp, sp: 2, wp: 2}": [
+        "seq_len: 33 is not a multiple of the 2 parts of the sequence, parallel.sp 2 of mode isp"
     ],
     "world_size=3 parallel.tp=2": ["world_size: 3 is not a multiple of parallel.tp 2 x pp 1 x cp 1 = 2"],
     "world_size=4 parallel.pp=4": ["parallel.pp: 4 does not divide the model's num_hidden_layers 6; 3 would fit"],

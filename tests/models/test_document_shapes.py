@@ -14,6 +14,7 @@ import torch
 from roll.checkpoint.hf import load_weights
 from roll.checkpoint.tensor_sources import tensor_source
 from roll.config import ParallelSettings
+from roll.data.sequence_split import SequenceSplit
 from roll.models.inspection import forward_shapes, local_shapes
 from roll.models.internlm2 import build_internlm2
 from roll.models.packed_sequence import PackedSequence
@@ -38,9 +39,9 @@ def inspected(settings: dict[str, Any], parallel_output: bool) -> tuple[dict[str
     with parallel_groups(parallel) as state:
         gpt = build_internlm2(TINY, parallel, state, dtype=torch.float32, head="lm").eval()
         load_weights(gpt, tensor_source(Path(), TINY, init="random", head="lm", seed=0), state)
-        shard, shards = state.cp.rank(), state.cp.size()
-        packed = PackedSequence.packed(CU_SEQLENS, POSITIONS, shard, shards)
-        ids = torch.arange(total).unsqueeze(0).chunk(shards, dim=1)[shard]
+        packed = PackedSequence.packed(CU_SEQLENS, SequenceSplit(parallel, state.cp.rank()))
+        assert torch.equal(packed.position_ids, packed.own(POSITIONS.unsqueeze(0))[0])
+        ids = packed.own(torch.arange(total).unsqueeze(0))
         return local_shapes(gpt, state), forward_shapes(gpt, TINY, packed, ids, parallel_output=parallel_output)
 
 

@@ -17,10 +17,12 @@ from torch import Tensor
 from roll.checkpoint.hf import load_weights
 from roll.checkpoint.tensor_sources import tensor_source
 from roll.config import ModelConfig, ParallelSettings
+from roll.data.sequence_split import SequenceSplit
 from roll.models.embedding import HiddenParallelEmbedding
 from roll.models.internlm2 import build_internlm2, megatron_config
 from roll.models.packed_sequence import PackedSequence
 from roll.models.ulysses import heads_to_ranks, ranks_to_heads
+from roll.parallel.sequence_gather import gather_sequence
 from roll.parallel.state import ParallelState, parallel_groups
 from roll.strategies import HfStrategy, MegatronTrainStrategy
 from tests.rank_pool import RankPool
@@ -41,10 +43,6 @@ def unpacked_ids() -> Tensor:
 
 def token_weights() -> Tensor:
     return torch.rand(ROWS, LENGTH, generator=torch.Generator().manual_seed(4))
-
-
-def own_part(x: Tensor, state: ParallelState) -> Tensor:
-    return x.chunk(state.cp.size(), dim=1)[state.cp.rank()]
 
 
 # --- where every number goes
@@ -125,11 +123,12 @@ def gathers_per_pass(settings: dict[str, Any]) -> tuple[int, int, float]:
 
 def weighted_loss(gpt: Any, ids: Tensor, state: ParallelState, length: int = LENGTH) -> Tensor:
     """A loss of unpacked rows in which every token counts differently."""
-    packed = PackedSequence.unpacked(ROWS, length, state.cp.rank(), state.cp.size())
-    hidden = gpt(input_ids=own_part(ids, state), position_ids=None, attention_mask=None, packed_seq_params=packed)
-    targets = ids.roll(-1, dims=1)
-    log_probs, _ = gpt.head.log_probs(hidden, targets, temperature=1.0, chunk=1 << 20, with_entropy=False)
-    return -(log_probs * token_weights())[:, :-1].sum()
+    split = SequenceSplit(ParallelSettings(mode="isp", sp=state.cp.size()), state.cp.rank())
+    packed = PackedSequence.unpacked(ROWS, length, split)
+    hidden = gpt(input_ids=packed.own(ids), position_ids=None, attention_mask=None, packed_seq_params=packed)
+    targets = packed.own(ids.roll(-1, dims=1))
+    log_probs, _ = gpt.head.log_probs(hidden, targets, temperature=1.0, chunk=1 << 20)
+    return -(gather_sequence(log_probs, state.cp) * token_weights())[:, :-1].sum()
 
 
 def test_fsp_gathers_once_more_per_column_parallel_input_in_backward(ranks: RankPool) -> None:

@@ -38,6 +38,10 @@ MODES: list[tuple[int, dict[str, Any]]] = [
     (2, {"mode": "isp", "wp": 2}),  # dp 2
     (2, {}),  # dp 2
     (2, {"pp": 2}),
+    (2, {"cp": 2}),
+    (2, {"cp": 2, "cp_comm": "all_gather"}),
+    (4, {"mode": "fsp", "tp": 2, "cp": 2, "cp_comm": "ring"}),
+    (3, {"cp": 3, "cp_comm": "ring"}),  # six chunks, which rows of 8 and of 16 do not divide into
 ]
 
 
@@ -87,7 +91,7 @@ def ten_losses(folder: Path, layout: dict[str, Any], packed: bool) -> list[float
 def test_ten_losses_are_the_same_under_every_mode(ranks: RankPool, folder: Path, packed: bool) -> None:
     (expected,) = ranks.run(ten_losses, folder, {}, packed, world_size=1)
     assert len(set(expected)) == STEPS + 1  # the model moves, and so do the data
-    for world_size, layout in MODES if packed else MODES[2:5]:
+    for world_size, layout in MODES if packed else [*MODES[2:5], *MODES[-3:]]:
         reported = [losses for losses in ranks.run(ten_losses, folder, layout, packed, world_size=world_size) if losses]
         assert reported
         for losses in reported:
@@ -116,7 +120,11 @@ def assert_same_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]
         assert error <= 1e-5, f"{name}: relative error {error:.2e}"
 
 
-@pytest.mark.parametrize(("world_size", "layout"), [(1, {}), (2, {"mode": "isp", "sp": 2, "wp": 2})], ids=name_of)
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [(1, {}), (2, {"mode": "isp", "sp": 2, "wp": 2}), (2, {"cp": 2, "cp_comm": "ring"})],
+    ids=name_of,
+)
 def test_packed_sentences_learn_what_each_alone_does(
     ranks: RankPool, folder: Path, world_size: int, layout: dict[str, Any]
 ) -> None:
@@ -171,7 +179,9 @@ def steps_without_labels(folder: Path, layout: dict[str, Any]) -> list[dict[str,
         return results
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"mode": "isp", "sp": 2, "wp": 2}], ids=name_of)
+@pytest.mark.parametrize(
+    "layout", [{"tp": 2}, {"mode": "isp", "sp": 2, "wp": 2}, {"cp": 2, "cp_comm": "ring"}], ids=name_of
+)
 def test_micro_batches_and_steps_without_a_label(ranks: RankPool, folder: Path, layout: dict[str, Any]) -> None:
     for with_silent, alone, nothing in ranks.run(steps_without_labels, folder, layout, world_size=2):
         assert with_silent["loss"] == pytest.approx(alone["loss"], rel=1e-6)

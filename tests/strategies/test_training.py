@@ -157,7 +157,7 @@ def plain_log_probs(strategy: Any, data: DataProto, output: Any) -> dict[str, Te
 
 @pytest.mark.parametrize(
     ("world_size", "layout"),
-    [(2, {"tp": 2}), (2, {"pp": 2}), (4, {"tp": 2, "pp": 2}), (2, {"mode": "isp", "sp": 2, "wp": 2})],
+    [(2, {"tp": 2}), (2, {"pp": 2}), (4, {"tp": 2, "pp": 2}), (2, {"mode": "isp", "sp": 2, "wp": 2}), (2, {"cp": 2})],
 )
 def test_the_rollout_model_follows_two_updates(
     ranks: RankPool, folder: Path, world_size: int, layout: dict[str, Any]
@@ -209,6 +209,7 @@ def continued(folder: Path, layout: dict[str, Any], checkpoint: Path, stages: tu
         ((2, {"mode": "fsp", "tp": 2}), (4, {"mode": "isp", "sp": 2, "wp": 2})),
         ((4, {"mode": "isp", "sp": 2, "wp": 4}), (2, {"mode": "isp", "wp": 2})),
         ((4, {"mode": "isp", "wp": 2, "pp": 2}), (2, {"mode": "msp", "tp": 2})),
+        ((2, {"cp": 2, "cp_comm": "ring"}), (1, {})),
     ],
     ids=str,
 )
@@ -386,7 +387,7 @@ def refused_degrees(folder: Path, groups: dict[str, Any], layout: dict[str, Any]
     ("groups", "layout", "message"),
     [
         ({"pp": 2}, {"pp": 2}, "parallel.pp: 2 does not divide the model's num_hidden_layers 3; 1 would fit"),
-        ({"cp": 2}, {"cp": 2}, "parallel.cp: context parallelism is not available yet: cp must be 1, got 2"),
+        ({"cp": 2}, {}, "parallel: the settings say .*cp=1.*, the groups were made for .*cp=2"),
         ({"pp": 2}, {}, "parallel: the settings say .*pp=1.*, the groups were made for .*pp=2"),
         ({"tp": 2}, {"mode": "fsp", "tp": 2}, "parallel: the settings say .*fsp.*, the groups were made for .*mtp"),
     ],

@@ -39,7 +39,7 @@ def write_tiny(folder: Path, model: ModelConfig = TINY) -> Path:
 
 
 def settings(folder: Path, name: str = "megatron_train", **changes: Any) -> StrategySettings:
-    parallel = {key: changes.pop(key) for key in ("mode", "tp", "pp", "sp", "wp", "cp") if key in changes}
+    parallel = {key: changes.pop(key) for key in ("mode", "tp", "pp", "sp", "wp", "cp", "cp_comm") if key in changes}
     base: dict[str, Any] = {
         "name": name,
         "model_path": folder,
