@@ -57,15 +57,16 @@ class SequenceParallelSampler(Sampler[int]):
         agree(world, problem, length=self.length, shuffle=shuffle, seed=seed, round_up=round_up)
         self.seed = seed if seed is not None else _shared_seed()
         self.epoch = 0
-        self._begin = 0  # Where the next pass begins, and
-        self._behind = 0  # what is behind in this one: samples of the epoch, on all ranks together.
+        # Samples of the epoch, on all ranks together: where the next pass begins, where this one began, what is behind.
+        self._begin = self._began = self._behind = 0
 
     def __len__(self) -> int:
         """Samples of a whole epoch for one rank."""
         return self._samples_of(self.length)
 
     def __iter__(self) -> Iterator[int]:
-        begin, self._begin, self._behind = self._begin, 0, self._begin
+        begin = self._began = self._behind = self._begin
+        self._begin = 0
         order = self._order()
         rest = order[begin:]
         total = self._samples_of(len(rest)) * self.dp_size
@@ -77,16 +78,17 @@ class SequenceParallelSampler(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """The epoch of the next pass. Of the epoch that was loaded, what is behind stays behind."""
         if epoch != self.epoch:
-            self.epoch, self._begin, self._behind = epoch, 0, 0
+            self.epoch = epoch
+            self._begin = self._began = self._behind = 0
 
     def state_dict(self, samples: int | None = None) -> dict[str, Any]:
         """What `load_state_dict` continues from, the same on all ranks.
 
         Args:
-            samples: of this epoch that this rank has worked on. By default those it has drawn, which is more if a
+            samples: of this pass that this rank has worked on. By default those it has drawn, which is more if a
                 DataLoader fetches ahead.
         """
-        behind = self._behind if samples is None else samples * self.dp_size
+        behind = self._behind if samples is None else self._began + samples * self.dp_size
         return {
             "epoch": self.epoch,
             "behind": behind,
@@ -105,7 +107,7 @@ class SequenceParallelSampler(Sampler[int]):
             if state[name] != getattr(self, name):
                 raise ValueError(f"the sampler's state has {name} {state[name]}, this sampler {getattr(self, name)}")
         self.seed, self.epoch = state["seed"], state["epoch"]
-        self._begin = self._behind = min(state["behind"], self.length)
+        self._begin = self._began = self._behind = min(state["behind"], self.length)
 
     def _samples_of(self, samples: int) -> int:
         """For one rank, of so many for all."""

@@ -118,6 +118,10 @@ def test_samples_that_a_loader_fetched_ahead() -> None:
     (resumed,) = on_ranks(12, 1, shuffle=False)
     resumed.load_state_dict(state)
     assert list(resumed) == list(range(4, 12))
+    resumed.load_state_dict(state)
+    iter_of_rest = iter(resumed)
+    assert [next(iter_of_rest), next(iter_of_rest)] == [4, 5]
+    assert resumed.state_dict(samples=1)["behind"] == 5  # the fifth of the epoch, the first of this pass
 
 
 def test_bad_input() -> None:
