@@ -80,7 +80,7 @@ def run_layouts(folder: Path, cp: int, layouts: list[dict[str, Any]]) -> list[di
         # Weights stay as they are: Adam would enlarge rounding errors in the smallest gradients.
         config = settings(
             folder,
-            micro_batch=MicroBatchSettings(rows=5),
+            micro_batch=MicroBatchSettings(rows=9),
             optimizer=OptimizerSettings(lr=1e-12, max_grad_norm=1e9),
             **layout,
         )
@@ -112,7 +112,7 @@ def test_rows_of_every_length_around_the_chunks(ranks: RankPool, folder: Path, c
     # Something would be seen: rows beyond the trained length, losses and gradients that are not zero.
     assert all(float(metrics["loss"]) != 0 for metrics, _ in expected["steps"])
     layouts = [{"cp": cp, "cp_comm": cp_comm} for cp_comm in ("a2a", "all_gather", "ring")]
-    for rank, outcomes in enumerate(ranks.run(run_layouts, folder, cp, layouts, world_size=cp)):
+    for rank, outcomes in enumerate(ranks.run(run_layouts, folder, cp, layouts, world_size=cp, timeout=240)):
         for layout, outcome in zip(layouts, outcomes, strict=True):
             assert (outcome["results"] is not None) == (rank == 0)
             for name, actual in (outcome["results"] or {}).items():
