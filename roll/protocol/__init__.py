@@ -9,17 +9,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from roll.protocol.broadcast import broadcast_batch, broadcast_obj, broadcast_tensors
+    from roll.protocol.broadcast import broadcast_obj, broadcast_tensors
     from roll.protocol.data_proto import DataProto
+    from roll.protocol.delivery import BatchDelivery, RowsOn
     from roll.protocol.fields import check_model_batch
     from roll.protocol.normalizers import LossNormalizers, count_loss_tokens
     from roll.protocol.plan import MicroBatchPlan
+    from roll.protocol.roll_call import MissingRanks, RollCall
 
 __all__ = [
+    "BatchDelivery",
     "DataProto",
     "LossNormalizers",
     "MicroBatchPlan",
-    "broadcast_batch",
+    "MissingRanks",
+    "RollCall",
+    "RowsOn",
     "broadcast_obj",
     "broadcast_tensors",
     "check_model_batch",
@@ -27,10 +32,13 @@ __all__ = [
 ]
 
 _MODULES = {
+    "BatchDelivery": "delivery",
     "DataProto": "data_proto",
     "LossNormalizers": "normalizers",
     "MicroBatchPlan": "plan",
-    "broadcast_batch": "broadcast",
+    "MissingRanks": "roll_call",
+    "RollCall": "roll_call",
+    "RowsOn": "delivery",
     "broadcast_obj": "broadcast",
     "broadcast_tensors": "broadcast",
     "check_model_batch": "fields",
