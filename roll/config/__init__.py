@@ -24,7 +24,7 @@ from roll.config.roles import (
 from roll.config.rope import RopeScaling
 from roll.config.settings import Settings
 from roll.config.sft import RampUpSettings, SFTConfig, SFTDataSettings
-from roll.config.strategy import DType, Head, StrategyName, StrategySettings
+from roll.config.strategy import DType, Head, RowsOn, StrategyName, StrategySettings
 
 __all__ = [
     "FAMILIES",
@@ -49,6 +49,7 @@ __all__ = [
     "Role",
     "RolloutSettings",
     "RopeScaling",
+    "RowsOn",
     "SFTConfig",
     "SFTDataSettings",
     "Settings",

@@ -56,7 +56,8 @@ def _train(config: PPOConfig, data: PromptData, folder: Path, console: Console) 
     degrees = ParallelDegrees.of(settings.parallel, settings.world_size)
     sampler = PromptSampler(len(batch), settings.batch_size, config.seed)
     layout = PlacementLayout({ROLE: settings.world_size}, device=get_platform().ray_resource)
-    with tempfile.TemporaryDirectory() as untrained, Placement(layout) as placement:
+    wait = config.ray.placement_timeout_s
+    with tempfile.TemporaryDirectory() as untrained, Placement(layout, timeout_s=wait) as placement:
         write_untrained_model(Path(untrained), config.model.config, data.tokenizer)
         actor = Cluster(
             ActorWorker,
@@ -68,6 +69,8 @@ def _train(config: PPOConfig, data: PromptData, folder: Path, console: Console) 
                 "timeout_s": config.process_group_timeout_s,
             },
             call_timeout_s=config.ray.call_timeout_s,
+            start_timeout_s=config.ray.start_timeout_s,
+            rows_on=config.rows_on,
         )
         actor.call("initialize")
         loss = float("nan")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from roll.protocol.broadcast import broadcast_obj, broadcast_tensors
     from roll.protocol.data_proto import DataProto
-    from roll.protocol.delivery import BatchDelivery, RowsOn
+    from roll.protocol.delivery import BatchDelivery
     from roll.protocol.fields import check_model_batch
     from roll.protocol.normalizers import LossNormalizers, count_loss_tokens
     from roll.protocol.plan import MicroBatchPlan
@@ -24,7 +24,6 @@ __all__ = [
     "MicroBatchPlan",
     "MissingRanks",
     "RollCall",
-    "RowsOn",
     "broadcast_obj",
     "broadcast_tensors",
     "check_model_batch",
@@ -38,7 +37,6 @@ _MODULES = {
     "MicroBatchPlan": "plan",
     "MissingRanks": "roll_call",
     "RollCall": "roll_call",
-    "RowsOn": "delivery",
     "broadcast_obj": "broadcast",
     "broadcast_tensors": "broadcast",
     "check_model_batch": "fields",

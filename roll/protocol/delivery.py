@@ -17,7 +17,6 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
-from typing import Literal
 
 import numpy as np
 import torch
@@ -25,12 +24,12 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
+from roll.config import RowsOn
 from roll.protocol.broadcast import broadcast_bytes
 from roll.protocol.data_proto import DataProto
 from roll.protocol.roll_call import MissingRanks, RollCall
 from roll.protocol.wire import Specs, flatten, specs_of, total_bytes, unflatten
 
-RowsOn = Literal["leader", "every_rank"]
 Check = Callable[[DataProto], None]
 
 

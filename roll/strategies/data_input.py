@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from roll.config import RowsOn
 from roll.parallel.state import ParallelState
-from roll.protocol import BatchDelivery, RollCall, RowsOn
+from roll.protocol import BatchDelivery, RollCall
 
 
 def batch_delivery(
