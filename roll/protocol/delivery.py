@@ -224,7 +224,9 @@ def select_tensors(batch: DataProto, keys: Sequence[str]) -> DataProto:
     """The batch with these tensors alone. Raises ValueError, with the known names, if it lacks one."""
     unknown = [key for key in keys if key not in batch.tensors]
     if unknown:
-        raise ValueError(f"the batch lacks {', '.join(unknown)}; it has {', '.join(sorted(batch.tensors)) or 'nothing'}")
+        raise ValueError(
+            f"the batch lacks {', '.join(unknown)}; it has {', '.join(sorted(batch.tensors)) or 'nothing'}"
+        )
     return batch.select(keys, None)
 
 

@@ -18,7 +18,6 @@ from datetime import timedelta
 
 from torch.distributed import Store
 
-
 PATIENCE = 4
 """For how many timeouts a rank waits for the first one, when all have come."""
 
@@ -67,7 +66,7 @@ class RollCall:
     def arrive(self, word: bytes) -> None:
         """Say that this rank has come to its next call."""
         self._call += 1
-        self._store.set(self._word(self._rank), word)
+        self._store.set(self._word(self._rank), word)  # type: ignore[arg-type]  # bytes are as good as str
         if self._call > 2:  # Who has come to the previous call has done with the one before.
             self._store.delete_key(self._word(self._rank, before=2))
             if self.decides:
@@ -86,7 +85,7 @@ class RollCall:
 
     def decide(self, verdict: bytes) -> bytes:
         """What holds for all ranks: `verdict`, unless a rank has decided before."""
-        decided: bytes = self._store.compare_set(self._key("verdict"), "", verdict)
+        decided: bytes = self._store.compare_set(self._key("verdict"), "", verdict)  # type: ignore[arg-type]
         return decided
 
     def verdict(self, refuse: Callable[[MissingRanks], bytes]) -> bytes:

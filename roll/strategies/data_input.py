@@ -21,10 +21,13 @@ def batch_delivery(
         rows_on: see `BatchDelivery`.
     """
     degrees, rank = state.degrees, state.rank
+    world = dist.group.WORLD
+    assert world is not None
+    store: dist.Store = world.get_group_store()
 
     def roll_call(ranks: list[int], name: str, timeout_s: float) -> RollCall:
         # A clone is a connection of its own: a wait on it holds up no other thread, such as a group that connects.
-        return RollCall(dist.group.WORLD.get_group_store().clone(), ranks, rank, name, timeout_s)
+        return RollCall(store.clone(), ranks, rank, name, timeout_s)
 
     share = roll_call(degrees.group_of(rank, "tp-cp-pp"), f"model-parallel group of dp {state.at.dp}", timeout_s)
     leaders = None

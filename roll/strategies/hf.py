@@ -28,8 +28,8 @@ from roll.models.transformers_model import (
     load_tensors,
 )
 from roll.platform import get_platform
-from roll.protocol import DataProto, check_model_batch
-from roll.protocol.delivery import select_tensors, count_loss_tokens
+from roll.protocol import DataProto, check_model_batch, count_loss_tokens
+from roll.protocol.delivery import select_tensors
 from roll.strategies.base import ForwardFunc, LossFunc, Metrics, ModelOutput, TrainStrategy
 from roll.strategies.buckets import in_buckets
 from roll.strategies.learning_rate import learning_rate

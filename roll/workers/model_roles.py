@@ -17,7 +17,6 @@ from roll.strategies.objectives import policy_objective, supervised_objective, v
 from roll.workers.dispatch import Dispatch, register
 from roll.workers.worker import Worker
 
-
 # What the methods below read of a batch, and so all that they are sent.
 TOKENS = ("input_ids", "attention_mask", "response_mask")
 

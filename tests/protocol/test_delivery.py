@@ -1,4 +1,4 @@
-"""What the other ranks of a leader have after a delivery, on two ranks; `tests/strategies/test_data_input.py` has eight."""
+"""What a rank has after a delivery, on two ranks; `tests/strategies/test_data_input.py` has eight."""
 
 from __future__ import annotations
 
@@ -53,9 +53,7 @@ def receive(leader: int, non_tensor: bool) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("world_size", "leader"), [(1, 0), (2, 0), (2, 1)])
 @pytest.mark.parametrize("non_tensor", [False, True])
-def test_rows_are_replaced_and_the_rest_stays(
-    ranks: RankPool, world_size: int, leader: int, non_tensor: bool
-) -> None:
+def test_rows_are_replaced_and_the_rest_stays(ranks: RankPool, world_size: int, leader: int, non_tensor: bool) -> None:
     results = ranks.run(receive, leader, non_tensor, world_size=world_size)
     whole = whole_batch()
     expected = [report(batch) for batch in (whole, whole[:2], whole[:0], whole.select([], []), whole)]

@@ -198,7 +198,9 @@ def test_all_to_all_gives_each_rank_its_own_entry() -> None:
 
 def test_only_the_fields_that_a_method_reads_are_sent() -> None:
     rule = Rule(Dispatch.DP_MP_DISPATCH_FIRST, fields=("text", "x"))
-    data = DataProto.from_dict({"x": torch.arange(4), "large": torch.zeros(4, 99)}, {"text": list("abcd"), "url": [0] * 4})
+    data = DataProto.from_dict(
+        {"x": torch.arange(4), "large": torch.zeros(4, 99)}, {"text": list("abcd"), "url": [0] * 4}
+    )
     routed, _ = route(rule, DP_LAST, [data], {})
     share = routed[4].args[0]
     assert list(share.tensors) == ["x"] and share.non_tensor_batch["text"].tolist() == ["c", "d"]
