@@ -43,7 +43,7 @@ class StrategySettings(Settings):
     temperature: PositiveFloat = 1.0
     """Logits are divided by it before log-probabilities and entropies are taken."""
     rows_on: RowsOn = "leader"
-    """Which ranks are given the rows of a batch: the leader of each data-parallel share, who broadcasts them; or all."""
+    """Which ranks are given the rows of a batch: the leader of each share, who broadcasts them; or all."""
     batch_timeout_s: PositiveFloat = 60
     """Seconds for which ranks with a batch wait for those of their share that do not call."""
     token_chunk: PositiveInt = 1024
