@@ -133,9 +133,9 @@ class PPOConfig(Settings):
             model_path: folder of the model, which is not `model.path` if the warm start made it.
         """
         common: dict[str, Any] = {"model_path": model_path, "dtype": self.dtype, "seed": self.seed}
-        common |= {"rows_on": self.rows_on, "batch_timeout_s": self.batch_timeout_s}
         if role == "rollout":
             return StrategySettings(name=self.rollout.strategy, temperature=self.temperature, **common)
+        common |= {"rows_on": self.rows_on, "batch_timeout_s": self.batch_timeout_s}
         if role == "warm_start":
             assert self.warm_start is not None, "a model that was loaded has no warm start"
             common |= _model_role(self.warm_start)

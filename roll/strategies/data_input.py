@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -23,7 +25,7 @@ def batch_delivery(
     degrees, rank = state.degrees, state.rank
     world = dist.group.WORLD
     assert world is not None
-    store: dist.Store = world.get_group_store()
+    store: Any = world.get_group_store()  # torch's types do not know `clone`
 
     def roll_call(ranks: list[int], name: str, timeout_s: float) -> RollCall:
         # A clone is a connection of its own: a wait on it holds up no other thread, such as a group that connects.

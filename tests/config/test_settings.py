@@ -74,10 +74,13 @@ def test_ppo_config_is_checked_without_a_file(base: Path) -> None:
         PPOConfig(**data)
 
 
-def test_strategy_settings_of_each_role(base: Path, tmp_path: Path) -> None:
-    config = load_config(PPOConfig, base, ["temperature=0.7", "seed=5", "dtype=bfloat16", "critic.micro_batch.rows=3"])
+@pytest.mark.parametrize(("delivery", "rows_on"), [("object_store", "every_rank"), ("broadcast", "leader")])
+def test_strategy_settings_of_each_role(base: Path, tmp_path: Path, delivery: str, rows_on: str) -> None:
+    changes = ["temperature=0.7", "seed=5", "dtype=bfloat16", "critic.micro_batch.rows=3", "batch_timeout_s=7.5"]
+    config = load_config(PPOConfig, base, [*changes, f"ray.delivery={delivery}"])
     assert config.warm_start is not None
-    common: dict[str, Any] = {"model_path": tmp_path, "seed": 5, "dtype": "bfloat16"}
+    alone: dict[str, Any] = {"model_path": tmp_path, "seed": 5, "dtype": "bfloat16"}
+    common = {**alone, "rows_on": rows_on, "batch_timeout_s": 7.5}
     sampled = {**common, "temperature": 0.7}
     actor, critic = config.actor, config.critic
     assert config.strategy_settings("actor", tmp_path) == StrategySettings(
@@ -91,7 +94,7 @@ def test_strategy_settings_of_each_role(base: Path, tmp_path: Path) -> None:
         **sampled,
     )
     assert config.strategy_settings("reference", tmp_path) == StrategySettings(name="megatron_infer", **sampled)
-    assert config.strategy_settings("rollout", tmp_path) == StrategySettings(name="hf", **sampled)
+    assert config.strategy_settings("rollout", tmp_path) == StrategySettings(name="hf", temperature=0.7, **alone)
     assert config.strategy_settings("warm_start", tmp_path) == StrategySettings(
         name="megatron_train", init="random", optimizer=config.warm_start.optimizer, **common
     )
