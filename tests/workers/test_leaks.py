@@ -47,6 +47,7 @@ def held() -> dict[str, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.usefixtures("local_ray")
 def test_twenty_runs_leave_nothing_behind() -> None:
     run(fails=False)
