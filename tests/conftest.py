@@ -21,6 +21,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Processes for tests that need ranks; each starts when the first job needs it and lives until the end."""
-    pool = RankPool(size=4)
+    pool = RankPool(size=8)
     yield pool
     pool.close()

@@ -21,9 +21,10 @@ from roll.config.roles import (
 )
 from roll.config.settings import Settings
 from roll.config.sft import SFTConfig
-from roll.config.strategy import DType, FolderPath, Head, StrategySettings
+from roll.config.strategy import DType, FolderPath, Head, RowsOn, StrategySettings
 from roll.config.task import TaskSettings
 
+Delivery = Literal["object_store", "broadcast"]
 Role = Literal["actor", "critic", "reference", "rollout"]
 
 
@@ -34,6 +35,13 @@ class RaySettings(Settings):
     """Address of a running cluster; null: the one around this process if there is one, or else a local one."""
     call_timeout_s: PositiveFloat = 3600
     """Longest time in seconds that one call to a role may take."""
+    start_timeout_s: PositiveFloat = 300
+    """Seconds within which the processes of a role must have started."""
+    placement_timeout_s: PositiveFloat = 30
+    """Seconds for which a run waits for CPUs and devices that another run holds."""
+    delivery: Delivery = "object_store"
+    """How the rows of a batch reach the ranks that share it: all take them from Ray's object store, which is one memory
+    for all ranks of a host; or the leader does, and broadcasts them over the process groups."""
     num_cpus: PositiveInt | None = None
     """CPUs that a local cluster offers; null: those of the machine."""
 
@@ -75,6 +83,8 @@ class PPOConfig(Settings):
     """The cluster."""
     process_group_timeout_s: PositiveFloat = 600
     """Seconds after which a collective that some rank never joins is an error."""
+    batch_timeout_s: PositiveFloat = 60
+    """Seconds for which ranks with a batch wait for those of their share that are not called."""
 
     def checks(self) -> Iterable[Check]:
         return ppo_checks(self)
@@ -92,6 +102,11 @@ class PPOConfig(Settings):
         assert self.model_path is not None, "exactly one of model_path and warm_start is set"
         return ModelConfig.from_folder(self.model_path)
 
+    @property
+    def rows_on(self) -> RowsOn:
+        """Which ranks are given the rows of a batch."""
+        return "every_rank" if self.ray.delivery == "object_store" else "leader"
+
     def strategy_settings(self, role: Role, model_path: Path) -> StrategySettings:
         """What the strategy of `role` is built from.
 
@@ -101,6 +116,7 @@ class PPOConfig(Settings):
         common: dict[str, Any] = {"model_path": model_path, "dtype": self.dtype, "seed": self.seed}
         if role == "rollout":
             return StrategySettings(name=self.rollout.strategy, temperature=self.temperature, **common)
+        common |= {"rows_on": self.rows_on, "batch_timeout_s": self.batch_timeout_s}
         common["temperature"] = self.temperature
         if role == "reference":
             return StrategySettings(name=self.reference.strategy, **common, **_model_role(self.reference))

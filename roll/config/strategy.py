@@ -16,6 +16,7 @@ from roll.config.settings import Settings
 
 StrategyName = Literal["megatron_train", "megatron_infer", "hf"]
 DType = Literal["float32", "bfloat16"]
+RowsOn = Literal["leader", "every_rank"]
 Head = Literal["lm", "value"]
 FolderPath = Annotated[Path, Strict(False)]
 
@@ -41,6 +42,10 @@ class StrategySettings(Settings):
     """Type of weights and activations."""
     temperature: PositiveFloat = 1.0
     """Logits are divided by it before log-probabilities and entropies are taken."""
+    rows_on: RowsOn = "leader"
+    """Which ranks are given the rows of a batch: the leader of each share, who broadcasts them; or all."""
+    batch_timeout_s: PositiveFloat = 60
+    """Seconds for which ranks with a batch wait for those of their share that do not call."""
     token_chunk: PositiveInt = 1024
     """Tokens whose logits are turned into log-probabilities at once: it bounds memory, not results."""
     seed: NonNegativeInt = 0

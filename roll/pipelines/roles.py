@@ -36,7 +36,8 @@ def ranks_of_roles(config: PPOConfig) -> dict[str, int]:
 
 def place_roles(config: PPOConfig) -> Placement:
     """Reserve what the roles need; the ranks of the roles share devices."""
-    return Placement(PlacementLayout(ranks_of_roles(config), device=get_platform().ray_resource, cpu_roles=("reward",)))
+    layout = PlacementLayout(ranks_of_roles(config), device=get_platform().ray_resource, cpu_roles=("reward",))
+    return Placement(layout, timeout_s=config.ray.placement_timeout_s)
 
 
 def start_roles(config: PPOConfig, model: Path, tokenizer: PreTrainedTokenizerBase, placement: Placement) -> Roles:
@@ -50,6 +51,8 @@ def start_roles(config: PPOConfig, model: Path, tokenizer: PreTrainedTokenizerBa
             placement=placement,
             worker_kwargs=worker_kwargs,
             call_timeout_s=config.ray.call_timeout_s,
+            start_timeout_s=config.ray.start_timeout_s,
+            rows_on=config.rows_on,
         )
 
     def start_model(role: Any, worker: type[Worker]) -> Cluster:

@@ -10,20 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from roll.protocol.adapters import from_tensordict, from_verl, to_tensordict, to_verl
-    from roll.protocol.broadcast import broadcast_batch, broadcast_obj, broadcast_tensors
+    from roll.protocol.broadcast import broadcast_obj, broadcast_tensors
     from roll.protocol.data_proto import DataProto
+    from roll.protocol.delivery import BatchDelivery
     from roll.protocol.fields import check_model_batch
     from roll.protocol.functions import collate_fn, pad_dataproto_to_divisor, unpad_dataproto
     from roll.protocol.future import DataProtoFuture
     from roll.protocol.normalizers import LossNormalizers, count_loss_tokens
     from roll.protocol.plan import MicroBatchPlan
+    from roll.protocol.roll_call import MissingRanks, RollCall
 
 __all__ = [
+    "BatchDelivery",
     "DataProto",
     "DataProtoFuture",
     "LossNormalizers",
     "MicroBatchPlan",
-    "broadcast_batch",
+    "MissingRanks",
+    "RollCall",
     "broadcast_obj",
     "broadcast_tensors",
     "check_model_batch",
@@ -38,11 +42,13 @@ __all__ = [
 ]
 
 _MODULES = {
+    "BatchDelivery": "delivery",
     "DataProto": "data_proto",
     "DataProtoFuture": "future",
     "LossNormalizers": "normalizers",
     "MicroBatchPlan": "plan",
-    "broadcast_batch": "broadcast",
+    "MissingRanks": "roll_call",
+    "RollCall": "roll_call",
     "broadcast_obj": "broadcast",
     "broadcast_tensors": "broadcast",
     "check_model_batch": "fields",

@@ -7,7 +7,7 @@ S padded length, b rows of one micro-batch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,8 +52,11 @@ class InferenceStrategy(ABC):
         """Build the model and load its weights. Collective over all ranks."""
 
     @abstractmethod
-    def get_data_input(self, batch: DataProto) -> DataProto:
+    def get_data_input(self, batch: DataProto, keys: Sequence[str] | None = None) -> DataProto:
         """The batch as every rank of the model-parallel group needs it, from what the group's leader was given.
+
+        Args:
+            keys: the tensors that are wanted; None for all.
 
         Raises:
             ValueError: the leader's batch is not a valid model batch; on every rank of the group alike.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from roll.models.transformers_model import (
 )
 from roll.platform import get_platform
 from roll.protocol import DataProto, check_model_batch, count_loss_tokens
+from roll.protocol.delivery import select_tensors
 from roll.strategies.base import ForwardFunc, LossFunc, Metrics, ModelOutput, TrainStrategy
 from roll.strategies.buckets import in_buckets
 from roll.strategies.learning_rate import learning_rate
@@ -104,7 +105,9 @@ class HfStrategy(TrainStrategy):
                 self.value_head.weight.copy_(rest.pop("v_head.weight"))
         load_tensors(self.network, self.model_config, rest.items())
 
-    def get_data_input(self, batch: DataProto) -> DataProto:
+    def get_data_input(self, batch: DataProto, keys: Sequence[str] | None = None) -> DataProto:
+        if keys is not None:
+            batch = select_tensors(batch, keys)
         check_model_batch(
             batch,
             vocab_size=self.model_config.vocab_size,

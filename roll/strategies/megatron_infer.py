@@ -31,8 +31,9 @@ from roll.parallel.degrees import ParallelDegrees
 from roll.parallel.sequence_gather import gather_sequence
 from roll.parallel.state import ParallelState
 from roll.platform import get_platform
-from roll.protocol import DataProto, broadcast_batch, check_model_batch
+from roll.protocol import DataProto, check_model_batch
 from roll.strategies.base import ForwardFunc, InferenceStrategy, LossFunc, Metrics, ModelOutput
+from roll.strategies.data_input import batch_delivery
 from roll.strategies.tokens import OwnTokens, TokenMicroBatch, count_labels, token_forward_step
 
 
@@ -63,6 +64,9 @@ class MegatronInferStrategy(InferenceStrategy):
         self._check_degrees()
         self.device = get_platform().device()
         self.split = SequenceSplit(settings.parallel, state.cp.rank())
+        self.delivery = batch_delivery(
+            state, device=self.device, timeout_s=settings.batch_timeout_s, rows_on=settings.rows_on
+        )
         self.gpt: GPTModel
         self.model: nn.Module
 
@@ -108,49 +112,27 @@ class MegatronInferStrategy(InferenceStrategy):
         """What weights are kept in that are split while they are not used; None for the dtype they are used in."""
         return None
 
-    def get_data_input(self, batch: DataProto) -> DataProto:
+    def get_data_input(self, batch: DataProto, keys: Sequence[str] | None = None) -> DataProto:
         """Two levels: first over the tensor x context ranks of the first stage, then along each pipeline.
 
-        The leader (tp 0, cp 0, first stage) checks its batch; if it is refused, the refusal travels in the batch's
-        place and every rank raises it. `non_tensor_batch` goes along only when
-        `meta_info["_broadcast_non_tensor_batch"]` is true.
+        The leader (tp 0, cp 0, first stage) checks its batch; a refusal travels in the batch's place, and every rank of
+        every share raises it. `non_tensor_batch` goes along only when `meta_info["_broadcast_non_tensor_batch"]` is
+        true, and of the tensors only `keys`, if any are named.
+
+        Raises:
+            ValueError: as said, or the ranks bring batches of different kinds.
+            MissingRanks: a rank did not call within `settings.batch_timeout_s`.
         """
-        non_tensor = bool(batch.meta_info.get("_broadcast_non_tensor_batch", False))
-        groups = [self.state.tp_cp] if self.state.is_first_stage else []
-        groups.append(self.state.pp)
-        error = self._refusal(batch) if self.state.is_leader else None
-        for group in groups:
-            if group.size() == 1:
-                continue
-            try:
-                batch = broadcast_batch(batch, group, non_tensor=non_tensor, error=error)
-            except ValueError as refused:
-                error = refused
-        self._raise_together(error)
-        return batch.to(self.device)
+        return self._deliver(batch, self._check_batch, keys)
 
-    def _raise_together(self, error: ValueError | None) -> None:
-        """Raise where any data-parallel share was refused: the others would wait for its gradients, or weights."""
-        if self.state.dp.size() > 1:
-            refusals: list[str | None] = [None] * self.state.dp.size()
-            dist.all_gather_object(refusals, None if error is None else str(error), group=self.state.dp)
-            refused = {dp: text for dp, text in enumerate(refusals) if text is not None}
-            if error is None and refused:
-                dp, text = next(iter(refused.items()))
-                error = ValueError(f"the batch of data-parallel rank {dp} was refused: {text}")
-        if error is not None:
-            raise error
+    def _deliver(
+        self, batch: DataProto, check: Callable[[DataProto], None], keys: Sequence[str] | None = None
+    ) -> DataProto:
+        return self.delivery.deliver(batch, non_tensor=batch.broadcast_non_tensor, keys=keys, check=check)
 
-    def _refusal(self, batch: DataProto) -> ValueError | None:
-        try:
-            check_model_batch(
-                batch,
-                vocab_size=self.model_config.vocab_size,
-                max_positions=self.model_config.context_length,
-            )
-        except ValueError as refused:
-            return refused
-        return None
+    def _check_batch(self, batch: DataProto) -> None:
+        config = self.model_config
+        check_model_batch(batch, vocab_size=config.vocab_size, max_positions=config.context_length)
 
     @torch.no_grad()
     def forward_step(self, batch: DataProto, forward_func: ForwardFunc) -> dict[str, Tensor] | None:

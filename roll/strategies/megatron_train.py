@@ -66,7 +66,7 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
         self.schedule = _schedule(self.optimizer_settings, self.optimizer)
 
     def train_step(self, batch: DataProto, loss_func: LossFunc) -> Metrics:
-        batch = self.get_data_input(batch)
+        batch = self._deliver(batch, self._check_training_batch)
         normalizers = self._count_loss_tokens(batch)
         if normalizers.tokens == 0:
             return self._skipped()
@@ -114,12 +114,13 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
         report = {"grad_norm": grad_norm, "lr": lr, "skipped_steps": float(not stepped)}
         return self._sum_metrics(metrics, sharers) | report
 
+    def _check_training_batch(self, batch: DataProto) -> None:
+        self._check_batch(batch)
+        if "response_mask" not in batch.tensors:
+            raise ValueError("a training batch needs `response_mask`: which tokens are learned from")
+
     def _count_loss_tokens(self, batch: DataProto) -> LossNormalizers:
         """Response tokens and sequences of all shares of the step: what per-token losses are divided by."""
-        has_mask = "response_mask" in batch.tensors
-        self._raise_together(
-            None if has_mask else ValueError("a training batch needs `response_mask`: which tokens are learned from")
-        )
         local = count_loss_tokens(batch["response_mask"][:, 1:])
         counts = torch.tensor([local.tokens, local.sequences], dtype=torch.int64, device=self.device)
         dist.all_reduce(counts, group=self.state.dp)

@@ -25,10 +25,13 @@ from typing import Any, NoReturn
 import ray
 from ray.exceptions import RayError
 
+from roll.config import RowsOn
 from roll.parallel.degrees import ParallelDegrees
-from roll.workers.dispatch import gather, plan_of, reporting_ranks, route, rule_of
+from roll.workers.dispatch import rule_of
 from roll.workers.failure import HEARTBEAT, CallTimedOut, Failure, WorkerError, failure_of, worker_failed
+from roll.workers.parcel import unwrap, wrap
 from roll.workers.placement import Placement
+from roll.workers.routing import gather, reporting_ranks, route
 from roll.workers.worker import Worker
 
 HEARTBEAT_S = 2.0
@@ -48,13 +51,12 @@ class PendingCall:
         self.cluster = cluster
         self.method = method
         self.failures: list[Failure] = []
-        self._dispatch = rule_of(cluster.worker_cls, method)
+        self._rule = rule_of(cluster.worker_cls, method)
         # A call that does not fit the signature is refused here, with Python's own message.
         inspect.signature(getattr(cluster.worker_cls, method)).bind(None, *args, **kwargs)
-        self._plan = plan_of(args, kwargs)
-        self._reporters = reporting_ranks(self._dispatch, cluster.degrees)
+        self._reporters = reporting_ranks(self._rule, cluster.degrees)
         self._answers: dict[int, Any] = {}
-        routed = route(self._dispatch, cluster.degrees, args, kwargs, put=_put)
+        routed, self._sent = route(self._rule, cluster.degrees, args, kwargs, _put, cluster.rows_on)
         self.pending: dict[ray.ObjectRef, int] = {
             actor.execute.options(name=f"{cluster.role}.{method}").remote(
                 method, rank in self._reporters, *routed[rank].args, **routed[rank].kwargs
@@ -83,13 +85,13 @@ class PendingCall:
             self.cluster.forget(self)
             if not finished:
                 self.cluster.kill()
-        return gather(self._dispatch, [self._answers[rank] for rank in self._reporters], self._plan)
+        return gather(self._rule, [self._answers[rank] for rank in self._reporters], self._sent)
 
     def take(self, ref: ray.ObjectRef) -> None:
         """Keep the answer of one rank, which has arrived."""
         rank = self.pending.pop(ref)
         try:
-            self._answers[rank] = ray.get(ref)
+            self._answers[rank] = unwrap(ray.get(ref))
         except RayError as error:
             self.failures.append(failure_of(error, self.cluster.role, rank, self.method))
 
@@ -119,7 +121,8 @@ class Cluster:
 
     The constructor starts all actors and does not wait for them, so that the clusters of a run start side by side;
     `ready`, or the first call, waits. `worker_kwargs` go to the constructor of every worker, beside `role`, `rank` and
-    `world_size`. `threads` is the number of threads a worker computes with on a CPU.
+    `world_size`. `threads` is the number of threads a worker computes with on a CPU. `rows_on` says which ranks get the
+    rows under DP_MP_DISPATCH_FIRST (see `route`); the strategies of the workers must be set alike.
 
     Raises ValueError if the layout of the placement does not have this role with this number of ranks.
     """
@@ -135,12 +138,14 @@ class Cluster:
         call_timeout_s: float = 1800.0,
         start_timeout_s: float = 300.0,
         threads: int = 1,
+        rows_on: RowsOn = "leader",
     ) -> None:
         placed = placement.layout.roles.get(role)
         if placed != degrees.world_size:
             raise ValueError(f"{role} has {degrees.world_size} ranks, the placement has {placed or 'none'} for it")
         self.worker_cls, self.role, self.degrees, self.placement = worker_cls, role, degrees, placement
         self.call_timeout_s, self.start_timeout_s, self.threads = call_timeout_s, start_timeout_s, threads
+        self.rows_on: RowsOn = rows_on
         self.actors: list[Any] = []  # handles, on which Ray makes the methods of the class
         self._in_flight: list[PendingCall] = []
         self._heartbeat: PendingCall | None = None
@@ -274,7 +279,7 @@ def _raise_first_cause(clusters: list[Cluster]) -> NoReturn:
 def _put(value: Any) -> Any:
     """Place a value into the object store once, unless it is small or already there."""
     small = (type(None), bool, int, float, str, PurePath, ray.ObjectRef)
-    return value if isinstance(value, small) else ray.put(value)
+    return value if isinstance(value, small) else ray.put(wrap(value))
 
 
 def _take_ready(calls: list[PendingCall], timeout: float) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 HEARTBEAT = "alive"
 """The method that asks an actor whether it lives."""
@@ -95,7 +95,8 @@ class Failure:
 
 def failure_of(error: RayError, role: str, rank: int, method: str) -> Failure:
     """What Ray reports for a call, as a `Failure`."""
-    if isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError):
+    died = (RayActorError, OutOfMemoryError)  # the latter when Ray itself killed the actor, before the node was full
+    if isinstance(error, died) and not isinstance(error, ActorUnavailableError):
         return Failure(role, rank, method, _plain(error), time.time(), died=True)
     cause = error.cause if isinstance(error, RayTaskError) else None
     if isinstance(cause, RankError):

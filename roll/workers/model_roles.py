@@ -17,6 +17,9 @@ from roll.strategies.objectives import policy_objective, value_objective
 from roll.workers.dispatch import Dispatch, register
 from roll.workers.worker import Worker
 
+# What the methods below read of a batch, and so all that they are sent.
+TOKENS = ("input_ids", "attention_mask", "response_mask")
+
 
 class ReferenceWorker(Worker):
     """A frozen policy."""
@@ -35,7 +38,7 @@ class ReferenceWorker(Worker):
         self.strategy = make(self.settings, state)
         self.strategy.initialize()
 
-    @register(Dispatch.DP_MP_DISPATCH_FIRST)
+    @register(Dispatch.DP_MP_DISPATCH_FIRST, fields=TOKENS)
     def compute_log_probs(self, batch: DataProto) -> DataProto | None:
         """`log_probs` and `entropy` of the response tokens, `[B, S-1]`."""
 
@@ -79,7 +82,7 @@ class TrainWorker(ReferenceWorker):
 class ActorWorker(TrainWorker):
     """The policy."""
 
-    @register(Dispatch.DP_MP_DISPATCH_FIRST)
+    @register(Dispatch.DP_MP_DISPATCH_FIRST, fields=(*TOKENS, "log_probs", "advantages"))
     def train_policy(self, batch: DataProto, ppo: PPOSettings) -> Metrics:
         """One optimizer step of the policy loss."""
         return self.strategy.train_step(batch, partial(policy_objective, self.strategy, ppo))
@@ -88,7 +91,7 @@ class ActorWorker(TrainWorker):
 class CriticWorker(TrainWorker):
     """The value function."""
 
-    @register(Dispatch.DP_MP_DISPATCH_FIRST)
+    @register(Dispatch.DP_MP_DISPATCH_FIRST, fields=TOKENS)
     def compute_values(self, batch: DataProto) -> DataProto | None:
         """`values` of the states before each response token, `[B, S-1]`."""
 
@@ -97,7 +100,7 @@ class CriticWorker(TrainWorker):
 
         return _as_batch(self.strategy.forward_step(batch, forward))
 
-    @register(Dispatch.DP_MP_DISPATCH_FIRST)
+    @register(Dispatch.DP_MP_DISPATCH_FIRST, fields=(*TOKENS, "values", "returns"))
     def train_values(self, batch: DataProto, ppo: PPOSettings) -> Metrics:
         """One optimizer step of the value loss."""
         return self.strategy.train_step(batch, partial(value_objective, self.strategy, ppo))

@@ -17,6 +17,7 @@ import ray
 
 from roll.workers.dispatch import Dispatch, register
 from roll.workers.failure import RankError
+from roll.workers.parcel import unwrap, wrap
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -41,10 +42,10 @@ class Worker:
         exception itself may not survive pickling.
         """
         try:
-            result = getattr(self, method)(*args, **kwargs)
+            result = getattr(self, method)(*map(unwrap, args), **{name: unwrap(arg) for name, arg in kwargs.items()})
         except Exception as error:  # noqa: BLE001
             raise RankError(_account(error), time.time()) from None
-        return result if keep else None
+        return wrap(result) if keep else None
 
     @register(Dispatch.ONE_TO_ALL)
     def alive(self) -> int:

@@ -75,9 +75,12 @@ def test_ppo_config_is_checked_without_a_file(base: Path) -> None:
         PPOConfig(**data)
 
 
-def test_strategy_settings_of_each_role(base: Path, tmp_path: Path) -> None:
-    config = load_config(PPOConfig, base, ["temperature=0.7", "seed=5", "dtype=bfloat16", "critic.micro_batch.rows=3"])
-    sampled: dict[str, Any] = {"model_path": tmp_path, "seed": 5, "dtype": "bfloat16", "temperature": 0.7}
+@pytest.mark.parametrize(("delivery", "rows_on"), [("object_store", "every_rank"), ("broadcast", "leader")])
+def test_strategy_settings_of_each_role(base: Path, tmp_path: Path, delivery: str, rows_on: str) -> None:
+    changes = ["temperature=0.7", "seed=5", "dtype=bfloat16", "critic.micro_batch.rows=3", "batch_timeout_s=7.5"]
+    config = load_config(PPOConfig, base, [*changes, f"ray.delivery={delivery}"])
+    alone: dict[str, Any] = {"model_path": tmp_path, "seed": 5, "dtype": "bfloat16", "temperature": 0.7}
+    sampled = {**alone, "rows_on": rows_on, "batch_timeout_s": 7.5}
     actor, critic = config.actor, config.critic
     assert config.strategy_settings("actor", tmp_path) == StrategySettings(
         name="megatron_train", parallel=ParallelSettings(tp=2), optimizer=actor.optimizer, **sampled
@@ -90,7 +93,7 @@ def test_strategy_settings_of_each_role(base: Path, tmp_path: Path) -> None:
         **sampled,
     )
     assert config.strategy_settings("reference", tmp_path) == StrategySettings(name="megatron_infer", **sampled)
-    assert config.strategy_settings("rollout", tmp_path) == StrategySettings(name="hf", **sampled)
+    assert config.strategy_settings("rollout", tmp_path) == StrategySettings(name="hf", **alone)
 
 
 def test_examples_differ_in_the_degrees_of_the_actor_only() -> None:

@@ -1,4 +1,4 @@
-"""How batches reach the ranks of a group, on real process groups."""
+"""How objects and tensors reach the ranks of a group, on real process groups."""
 
 from __future__ import annotations
 
@@ -10,18 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from roll.protocol import (
-    DataProto,
-    LossNormalizers,
-    MicroBatchPlan,
-    broadcast_batch,
-    broadcast_obj,
-    broadcast_tensors,
-)
+from roll.protocol import broadcast_obj, broadcast_tensors
 from tests.rank_pool import RankPool
-
-NORMALIZERS = LossNormalizers(tokens=5, sequences=2)
-PLAN = MicroBatchPlan(rows=((1, 0), (2, 3)), shares=(((0,), (1,)), ((1,), (0,))))
 
 
 def many_tensors() -> dict[str, torch.Tensor]:
@@ -96,68 +86,6 @@ def tensor_of_leader(group: Any) -> Any:
     return broadcast_tensors({"from": torch.tensor([dist.get_rank()])}, group)["from"].tolist()
 
 
-def whole_batch() -> DataProto:
-    ids = torch.arange(12).view(4, 3)
-    data = DataProto.from_dict({"ids": ids, "mask": ids > 3}, {"text": list("abcd")}, {"step": 1})
-    return data.with_plan(PLAN).with_normalizers(NORMALIZERS)
-
-
-def report(data: DataProto) -> dict[str, Any]:
-    return {
-        "ids": data["ids"].tolist(),
-        "mask": data["mask"].tolist(),
-        "objects": {name: list(values) for name, values in data.non_tensor_batch.items()},
-        "meta": data.meta_info,
-        "step": (data.plan, data.normalizers),
-    }
-
-
-def receive_batch(non_tensor: bool, leader: int) -> dict[str, Any]:
-    data = whole_batch() if dist.get_rank() == leader else whole_batch().stub()
-    ranks = [leader, 1 - leader] if dist.get_world_size() == 2 else [0]
-    group = dist.new_group(ranks, sort_ranks=False)
-    return report(broadcast_batch(data, group, non_tensor=non_tensor))
-
-
-def receive_batch_without_rows() -> tuple[int, str]:
-    data = DataProto.from_dict({"ids": torch.zeros(0, 3)}, {"text": []})
-    got = broadcast_batch(data if dist.get_rank() == 0 else data.stub(), dist.group.WORLD, non_tensor=True)
-    return len(got), repr(got)
-
-
-def refusal_of(kind: str) -> str:
-    """What each rank raises when the leader's batch is bad, and that the group works afterwards."""
-    data = whole_batch().stub()
-    error: Exception | None = None
-    if dist.get_rank() == 0:
-        if kind == "value error":
-            data, error = whole_batch(), ValueError("row 3 has 9 tokens, the model's context is 8")
-        elif kind == "other error":
-            data, error = whole_batch(), KeyError("ids")
-        elif kind == "objects":
-            data = DataProto.from_dict({"x": torch.zeros(1)}, {"f": [lambda: None]})
-    with pytest.raises(ValueError, match=r"\w") as caught:
-        broadcast_batch(data, dist.group.WORLD, non_tensor=True, error=error)
-    assert caught.value is error or not isinstance(error, ValueError)
-    assert broadcast_obj(dist.get_rank(), dist.group.WORLD) == 0
-    return str(caught.value)
-
-
-def two_levels(bad: bool) -> dict[str, Any] | str:
-    """4 ranks as 2 stages of 2: the error of rank 0 passes level one (0, 1), then level two (0, 2) and (1, 3)."""
-    first, *pipelines = (dist.new_group(ranks) for ranks in ([0, 1], [0, 2], [1, 3]))
-    rank = dist.get_rank()
-    levels = ([first] if rank < 2 else []) + [pipelines[rank % 2]]
-    data = whole_batch() if rank == 0 else whole_batch().stub()
-    error: ValueError | None = ValueError("the leader's batch is bad") if rank == 0 and bad else None
-    for group in levels:
-        try:
-            data = broadcast_batch(data, group, non_tensor=True, error=error)
-        except ValueError as refused:
-            error = refused
-    return report(data) if error is None else str(error)
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_tensors_arrive_bit_for_bit(ranks: RankPool, world_size: int) -> None:
     assert ranks.run(receive_tensors, world_size=world_size) == [bits(many_tensors())] * world_size
@@ -177,47 +105,3 @@ def test_the_first_of_each_group_leads(ranks: RankPool, receive: Callable[[Any],
     from_leaders = ranks.run(in_own_group, receive, [[0, 2], [1, 3]], world_size=4)
     values = [value["from"] if isinstance(value, dict) else value[0] for value in from_leaders]
     assert values == [0, 1, 0, 1]
-
-
-@pytest.mark.parametrize("leader", [0, 1])
-@pytest.mark.parametrize("non_tensor", [False, True])
-def test_a_stub_gets_the_rows_and_keeps_the_rest(ranks: RankPool, non_tensor: bool, leader: int) -> None:
-    results = ranks.run(receive_batch, non_tensor, leader, world_size=2)
-    expected = report(whole_batch())
-    assert results[leader] == expected
-    if not non_tensor:
-        expected["objects"] = {}
-    assert results[1 - leader] == expected
-
-
-def test_one_rank_alone_keeps_its_batch(ranks: RankPool) -> None:
-    assert ranks.run(receive_batch, False, 0, world_size=1) == [report(whole_batch())]
-
-
-def test_a_batch_without_rows_arrives(ranks: RankPool) -> None:
-    (count, text), other = ranks.run(receive_batch_without_rows, world_size=2)
-    assert count == 0 and other == (count, text)
-    assert "ids: float32[0, 3]" in text and "text: object[0]" in text
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("value error", "row 3 has 9 tokens, the model's context is 8"),
-        ("other error", "KeyError: 'ids'"),
-        ("stub", "the first rank of the group has no rows, only a stub"),
-        ("objects", "non_tensor_batch cannot be pickled: "),
-    ],
-)
-def test_the_leaders_error_is_raised_on_every_rank(ranks: RankPool, kind: str, message: str) -> None:
-    first, *others = ranks.run(refusal_of, kind, world_size=4, timeout=30)
-    assert first.startswith(message)
-    assert others == [first] * 3
-
-
-def test_two_levels_bring_the_batch_to_every_rank(ranks: RankPool) -> None:
-    assert ranks.run(two_levels, False, world_size=4) == [report(whole_batch())] * 4
-
-
-def test_two_levels_bring_the_error_to_every_rank(ranks: RankPool) -> None:
-    assert ranks.run(two_levels, True, world_size=4, timeout=30) == ["the leader's batch is bad"] * 4

@@ -8,6 +8,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import ray
+
 from roll.workers.dispatch import Dispatch, register
 from roll.workers.worker import Worker
 
@@ -77,6 +79,25 @@ class Probe(Worker):
     def rows(self, data: DataProto) -> list[int]:
         return data["x"].tolist()
 
+    @register(Dispatch.DP_MP_COMPUTE, uneven="pad", fields=("x",))
+    def squared(self, data: DataProto) -> DataProto:
+        assert list(data.tensors) == ["x"] and len(data) == 2
+        data["x"].square_()  # The rows are this rank's own, though the object store has them once.
+        return type(data).from_dict({"y": data["x"]})
+
+    @register(Dispatch.DP_MP_DISPATCH_FIRST)
+    def kinds(self, data: DataProto) -> list[str]:
+        """Of every rank of the group: whether it got rows or a stub."""
+        import torch.distributed as dist
+
+        kinds = [""] * self.world_size
+        dist.all_gather_object(kinds, "stub" if data.batch is None else "rows")
+        return kinds
+
+    @register(Dispatch.ALL_TO_ALL)
+    def add(self, left: int, right: int) -> int:
+        return left + right
+
     def not_registered(self) -> None:
         """Has no rule, so the driver may not call it."""
 
@@ -106,5 +127,10 @@ def fail(how: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "exit":
         os._exit(3)
+    if how == "exit_actor":
+        ray.actor.exit_actor()
+    if how == "memory":
+        held = [bytes(range(256)) * 40_000 for _ in range(10_000)]  # 100 GB, if nobody ends this
+        raise AssertionError(f"{len(held)} pieces of 10 MB, and still here")
     assert how == "sys.exit", how
     raise SystemExit(4)

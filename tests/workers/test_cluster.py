@@ -8,16 +8,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import ray
 import torch
 
 from roll.parallel.degrees import ParallelDegrees
 from roll.protocol import DataProto, MicroBatchPlan
 from roll.workers import CallTimedOut, Cluster, Placement, PlacementLayout, WorkerError, WorkerFailed
+from roll.workers.parcel import Parcel
 from tests.workers.probes import Probe
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -80,6 +83,32 @@ def test_planned_batch_there_and_back(placement: Placement) -> None:
     wait_until_gone(pids)
 
 
+def test_shares_are_put_once_and_are_each_ranks_own(local_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks, dp 2 and tp 2: two shares and one stub, whatever the number of ranks; see `Probe.squared`."""
+    put, sizes = ray.put, []
+
+    def counting(value: Any) -> ray.ObjectRef:
+        sizes.append(sum(array.nbytes for array in value.values) if isinstance(value, Parcel) else 0)
+        return put(value)
+
+    monkeypatch.setattr(ray, "put", counting)
+    degrees = ParallelDegrees(4, tp=2)
+    data = DataProto.from_dict({"x": torch.arange(3), "half": torch.ones(3, 5, dtype=torch.bfloat16)})
+    with Placement(PlacementLayout({"probe": 4})) as placement:
+        cluster = Cluster(Probe, role="probe", degrees=degrees, placement=placement)
+        assert cluster.call("squared", data)["y"].tolist() == [0, 1, 4]  # padded to 4 rows, and cut again
+        assert sizes == [16, 16] and data["x"].tolist() == [0, 1, 2]
+        assert cluster.call("add", [1, 2, 3, 4], right=[10, 20, 30, 40]) == [11, 22, 33, 44]
+        cluster.call("init_group")
+        sizes.clear()
+        assert cluster.call("kinds", data[:2]) == [["rows", "stub"] * 2] * 2
+        assert sizes == [18, 18, 0]
+        sizes.clear()
+        cluster.rows_on = "every_rank"
+        assert cluster.call("kinds", data[:2]) == [["rows"] * 4] * 2
+        assert sizes == [18, 18]
+
+
 def test_call_that_cannot_be_made_reaches_no_rank(placement: Placement) -> None:
     with pytest.raises(ValueError, match="probe has 4 ranks, the placement has 2 for it"):
         Cluster(Probe, role="probe", degrees=ParallelDegrees(4), placement=placement)
@@ -98,20 +127,44 @@ def test_call_that_cannot_be_made_reaches_no_rank(placement: Placement) -> None:
     [
         ("holds lock", r'(?s)probes.py", line \d+, in fail.*HoldsLock: heads 3 do not divide by tp 2'),
         ("sigkill", "The actor died unexpectedly"),
+        ("memory", "The actor died unexpectedly"),
         ("exit", "The actor died unexpectedly"),
+        ("exit_actor", r"(?s)The actor (died|is dead).*exit_actor"),
     ],
 )
 def test_failure_of_one_rank_while_its_peer_waits_in_a_collective(placement: Placement, how: str, account: str) -> None:
     cluster = joined(placement)
     pids = cluster.call("alive")
+    limit = memory_limit(pids[1], 200 << 20) if how == "memory" else nullcontext()
     begun = time.monotonic()
-    with pytest.raises(WorkerFailed, match=account) as failed:
+    with limit, pytest.raises(WorkerFailed, match=account) as failed:
         cluster.call("fail_on", 1, how)
-    print(f"{how}: {time.monotonic() - begun:.2f} s until the driver knew")
+    seconds = time.monotonic() - begun
+    print(f"{how}: {seconds:.2f} s until the driver knew")
+    assert seconds < 10
     assert (failed.value.role, failed.value.rank, failed.value.method) == ("probe", 1, "fail_on")
     wait_until_gone(pids)
     with pytest.raises(WorkerFailed, match=account):
         cluster.call("alive")
+
+
+@contextmanager
+def memory_limit(pid: int, num_bytes: int) -> Iterator[None]:
+    """Let the kernel kill the process when it takes this much more memory: a control group of its own."""
+    old, new = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+    version_1 = (old / "memory.limit_in_bytes").exists()
+    group = (old if version_1 else new) / f"roll-test-{pid}"
+    try:
+        group.mkdir()
+        (group / ("memory.limit_in_bytes" if version_1 else "memory.max")).write_text(str(num_bytes))
+        (group / "cgroup.procs").write_text(str(pid))
+    except OSError as error:
+        pytest.skip(f"no control group for a process that is to run out of memory: {error}")
+    try:
+        yield
+    finally:
+        wait_until_gone([pid])
+        group.rmdir()
 
 
 def test_death_of_a_rank_that_has_already_answered(placement: Placement) -> None:

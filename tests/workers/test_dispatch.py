@@ -24,14 +24,17 @@ from roll.parallel.degrees import ParallelDegrees
 from roll.protocol import DataProto, LossNormalizers, MicroBatchPlan
 from roll.workers.dispatch import (
     Dispatch,
-    RankArguments,
-    gather,
-    plan_of,
+    Rule,
     register,
     registered_methods,
+    rule_of,
+)
+from roll.workers.routing import (
+    RankArguments,
+    Sent,
+    gather,
     reporting_ranks,
     route,
-    rule_of,
 )
 
 DP_LAST = ParallelDegrees(8, tp=2, pp=2, order="tp-cp-ep-pp-dp")
@@ -53,7 +56,8 @@ def rows_by_rank(routed: list[RankArguments]) -> list[list[int] | None]:
 @pytest.mark.parametrize("dispatch", [Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO, Dispatch.STAGE_LEADERS])
 def test_same_arguments_to_all(dispatch: Dispatch) -> None:
     data = batch(3)
-    routed = route(dispatch, PP_LAST, [data, 1], {"name": "a"})
+    routed, sent = route(Rule(dispatch), PP_LAST, [data, 1], {"name": "a"})
+    assert sent == Sent()
     assert len(routed) == 8
     assert all(call.args[0] is data and call.args[1] == 1 and call.kwargs == {"name": "a"} for call in routed)
 
@@ -66,7 +70,7 @@ def test_same_arguments_to_all(dispatch: Dispatch) -> None:
     ],
 )
 def test_dispatch_first_equal_chunks(degrees: ParallelDegrees, expected: list[list[int] | None]) -> None:
-    routed = route(Dispatch.DP_MP_DISPATCH_FIRST, degrees, [batch(4), "all"], {"extra": batch(2)})
+    routed, _ = route(Rule(Dispatch.DP_MP_DISPATCH_FIRST), degrees, [batch(4), "all"], {"extra": batch(2)})
     assert rows_by_rank(routed) == expected
     assert all(call.args[0].meta_info == {"step": 7} and call.args[1] == "all" for call in routed)
     sizes = [len(call.kwargs["extra"]) for call in routed]
@@ -81,12 +85,16 @@ def test_dispatch_first_equal_chunks(degrees: ParallelDegrees, expected: list[li
     ],
 )
 def test_compute_gives_the_share_to_the_whole_group(degrees: ParallelDegrees, expected: list[list[int]]) -> None:
-    assert rows_by_rank(route(Dispatch.DP_MP_COMPUTE, degrees, [batch(4)], {})) == expected
+    assert rows_by_rank(route(Rule(Dispatch.DP_MP_COMPUTE), degrees, [batch(4)], {})[0]) == expected
+    # So does the other rule, where every rank takes its rows from the object store.
+    first = Rule(Dispatch.DP_MP_DISPATCH_FIRST)
+    assert rows_by_rank(route(first, degrees, [batch(4)], {}, rows_on="every_rank")[0]) == expected
 
 
 def test_planned_rows_go_where_the_plan_says() -> None:
     data = batch(5, PLAN).with_normalizers(LossNormalizers(tokens=50, sequences=5))
-    routed = route(Dispatch.DP_MP_DISPATCH_FIRST, DP_LAST, [data], {})
+    routed, sent = route(Rule(Dispatch.DP_MP_DISPATCH_FIRST), DP_LAST, [data], {})
+    assert sent == Sent(PLAN, num_rows=5)
     assert rows_by_rank(routed) == [[4, 0, 3], None, None, None, [2, 1], None, None, None]
     assert all(call.args[0].plan == PLAN for call in routed)
     assert all(call.args[0].normalizers == LossNormalizers(50, 5) for call in routed)
@@ -101,7 +109,7 @@ def test_every_distinct_value_is_put_once(dispatch: Dispatch) -> None:
         placed.append(value)
         return len(placed) - 1
 
-    routed = route(dispatch, DP_LAST, [batch(4), "all"], {}, put=put)
+    routed, _ = route(Rule(dispatch), DP_LAST, [batch(4), "all"], {}, put=put)
     shares = [0, 0, 0, 0, 1, 1, 1, 1] if dispatch is Dispatch.DP_MP_COMPUTE else [0, 2, 2, 2, 1, 2, 2, 2]
     assert [call.args[0] for call in routed] == shares
     assert placed.count("all") == 1
@@ -123,45 +131,104 @@ def test_every_distinct_value_is_put_once(dispatch: Dispatch) -> None:
     ],
 )
 def test_reporting_ranks(degrees: ParallelDegrees, dispatch: Dispatch, expected: tuple[int, ...]) -> None:
-    assert reporting_ranks(dispatch, degrees) == expected
+    assert reporting_ranks(Rule(dispatch), degrees) == expected
+
+
+def results_of(rows: list[int]) -> DataProto:
+    return DataProto.from_dict({"y": torch.tensor(rows) * 10})
 
 
 def test_gather_without_batches() -> None:
-    assert gather(Dispatch.RANK_ZERO, ["only"]) == "only"
-    assert gather(Dispatch.ONE_TO_ALL, [1, 2]) == [1, 2]
-    assert gather(Dispatch.STAGE_LEADERS, ["first", "last"]) == ["first", "last"]
-    assert gather(Dispatch.DP_MP_DISPATCH_FIRST, [{"loss": 1.0}, {"loss": 2.0}], PLAN) == [{"loss": 1.0}, {"loss": 2.0}]
-    assert gather(Dispatch.DP_MP_COMPUTE, [None, None]) == [None, None]
+    none, planned = Sent(), Sent(PLAN, num_rows=5)
+    assert gather(Rule(Dispatch.RANK_ZERO), ["only"], none) == "only"
+    for dispatch in (Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL, Dispatch.STAGE_LEADERS):
+        assert gather(Rule(dispatch), ["first", "last"], none) == ["first", "last"]
+    metrics = [{"loss": 1.0}, {"loss": 2.0}]
+    assert gather(Rule(Dispatch.DP_MP_DISPATCH_FIRST), metrics, planned) == metrics
+    assert gather(Rule(Dispatch.DP_MP_COMPUTE), [None, None], Sent(num_rows=3, padding=1)) == [None, None]
 
 
 @pytest.mark.parametrize("dispatch", SPLITTING)
 def test_gather_joins_batches_and_undoes_the_plan(dispatch: Dispatch) -> None:
-    def result(rows: list[int]) -> DataProto:
-        return DataProto.from_dict({"y": torch.tensor(rows) * 10})
-
-    assert gather(dispatch, [result([0, 1]), result([2, 3])])["y"].tolist() == [0, 10, 20, 30]
-    assert gather(dispatch, [result([4, 0, 3]), result([2, 1])], PLAN)["y"].tolist() == [0, 10, 20, 30, 40]
+    rule, planned = Rule(dispatch), Sent(PLAN, num_rows=5)
+    halves = [results_of([0, 1]), results_of([2, 3])]
+    assert gather(rule, halves, Sent(num_rows=4))["y"].tolist() == [0, 10, 20, 30]
+    joined = gather(rule, [results_of([4, 0, 3]), results_of([2, 1])], planned)
+    assert joined["y"].tolist() == [0, 10, 20, 30, 40]
     with pytest.raises(ValueError, match="4 rows of results for a plan of 5 rows"):
-        gather(dispatch, [result([4, 0]), result([2, 1])], PLAN)
+        gather(rule, halves, planned)
 
 
-def test_plan_of_the_first_planned_batch() -> None:
-    assert plan_of([1, batch(5)], {"data": batch(5, PLAN)}) is PLAN
-    assert plan_of([1, batch(5)], {}) is None
+@pytest.mark.parametrize("dispatch", SPLITTING)
+@pytest.mark.parametrize("rows", range(9))
+def test_padding_goes_there_and_does_not_come_back(dispatch: Dispatch, rows: int) -> None:
+    rule, four = Rule(dispatch, uneven="pad"), ParallelDegrees(8, tp=2)
+    routed, sent = route(rule, four, [batch(rows)], {})
+    shares = [routed[rank].args[0] for rank in four.leaders]
+    assert len({len(share) for share in shares}) == 1  # as many on each
+    assert sum(len(share) for share in shares) - rows == sent.padding < 4
+    there = [row for share in shares for row in share["x"].tolist()]
+    assert there == [*range(rows), *[rows - 1] * sent.padding]
+    back = gather(rule, [results_of(share["x"].tolist()) for share in shares], sent)
+    assert back["y"].tolist() == [10 * row for row in range(rows)]
+
+
+def test_padding_that_the_result_would_see_is_refused() -> None:
+    rule, padded = Rule(Dispatch.DP_MP_COMPUTE, uneven="pad"), Sent(num_rows=3, padding=1)
+    with pytest.raises(ValueError, match="a method with uneven='pad' must return a DataProto, got dict"):
+        gather(rule, [{"loss": 1.0}, {"loss": 2.0}], padded)
+    with pytest.raises(ValueError, match="2 rows of results for 3 rows and 1 of padding"):
+        gather(rule, [results_of([0]), results_of([1])], padded)
+    with pytest.raises(ValueError, match="batches of 3, 5 rows cannot be padded alike"):
+        route(rule, DP_LAST, [batch(3)], {"extra": batch(5)})
+    with pytest.raises(ValueError, match="batches of 4, 5 rows cannot be padded alike"):
+        route(rule, DP_LAST, [batch(4)], {"extra": batch(5)})
+
+
+def test_all_to_all_gives_each_rank_its_own_entry() -> None:
+    rule = Rule(Dispatch.ALL_TO_ALL)
+    routed, sent = route(rule, ParallelDegrees(2), [["a", "b"], (1, None)], {"data": [batch(2), batch(5)]})
+    assert [call.args for call in routed] == [("a", 1), ("b", None)]
+    assert [len(call.kwargs["data"]) for call in routed] == [2, 5] and sent == Sent()
+    with pytest.raises(ValueError, match="one entry for each of 2 ranks, got 3 entries"):
+        route(rule, ParallelDegrees(2), [[1, 2, 3]], {})
+    with pytest.raises(ValueError, match="one entry for each of 2 ranks, got DataProto"):
+        route(rule, ParallelDegrees(2), [], {"data": batch(2)})
+
+
+def test_only_the_fields_that_a_method_reads_are_sent() -> None:
+    rule = Rule(Dispatch.DP_MP_DISPATCH_FIRST, fields=("text", "x"))
+    data = DataProto.from_dict(
+        {"x": torch.arange(4), "large": torch.zeros(4, 99)}, {"text": list("abcd"), "url": [0] * 4}
+    )
+    routed, _ = route(rule, DP_LAST, [data], {})
+    share = routed[4].args[0]
+    assert list(share.tensors) == ["x"] and share.non_tensor_batch["text"].tolist() == ["c", "d"]
+    assert list(share.non_tensor_batch) == ["text"]
+    with pytest.raises(ValueError, match="the batch lacks text; it has x"):
+        route(rule, DP_LAST, [batch(4)], {})
+
+
+def test_settings_of_a_rule_that_would_do_nothing_are_refused() -> None:
+    for dispatch in set(Dispatch) - set(SPLITTING):
+        with pytest.raises(ValueError, match=f"{dispatch.name} splits no batch"):
+            register(dispatch, uneven="pad")
+        with pytest.raises(ValueError, match=f"{dispatch.name} splits no batch"):
+            register(dispatch, fields=["x"])
 
 
 @pytest.mark.parametrize("dispatch", SPLITTING)
 def test_what_cannot_be_split(dispatch: Dispatch) -> None:
     with pytest.raises(ValueError, match="a batch of 5 rows does not divide among dp 2 groups"):
-        route(dispatch, DP_LAST, [batch(5)], {})
+        route(Rule(dispatch), DP_LAST, [batch(5)], {})
     with pytest.raises(ValueError, match="the micro-batch plan is for dp 2, the cluster has dp 4"):
-        route(dispatch, ParallelDegrees(8, tp=2), [batch(5, PLAN)], {})
+        route(Rule(dispatch), ParallelDegrees(8, tp=2), [batch(5, PLAN)], {})
     with pytest.raises(ValueError, match="the micro-batch plan has 5 rows, the batch has 3"):
-        route(dispatch, DP_LAST, [batch(3, PLAN)], {})
+        route(Rule(dispatch), DP_LAST, [batch(3, PLAN)], {})
     with pytest.raises(ValueError, match="must share one micro-batch plan"):
-        route(dispatch, DP_LAST, [batch(5, PLAN), batch(4)], {})
+        route(Rule(dispatch), DP_LAST, [batch(5, PLAN), batch(4)], {})
     with pytest.raises(ValueError, match="needs a DataProto argument, and got none"):
-        route(dispatch, DP_LAST, [1], {"rows": [1, 2]})
+        route(Rule(dispatch), DP_LAST, [1], {"rows": [1, 2]})
 
 
 class Base:
@@ -182,13 +249,13 @@ class Derived(Base):
 
 
 def test_registered_methods_follow_inheritance() -> None:
-    assert registered_methods(Base) == {"start": Dispatch.ONE_TO_ALL, "stop": Dispatch.RANK_ZERO}
-    assert registered_methods(Derived) == {"start": Dispatch.ONE_TO_ALL, "stop": Dispatch.ONE_TO_ALL}
-    assert rule_of(Derived, "start") is Dispatch.ONE_TO_ALL
+    assert registered_methods(Base) == {"start": Rule(Dispatch.ONE_TO_ALL), "stop": Rule(Dispatch.RANK_ZERO)}
+    assert registered_methods(Derived) == dict.fromkeys(("start", "stop"), Rule(Dispatch.ONE_TO_ALL))
+    assert rule_of(Derived, "start") == Rule(Dispatch.ONE_TO_ALL)
     with pytest.raises(ValueError, match="Derived has no registered method 'inner'; it has start, stop"):
         rule_of(Derived, "inner")
 
 
 def test_rules_need_no_ray() -> None:
-    check = "import sys, roll.workers.dispatch; sys.exit('ray' in sys.modules)"
+    check = "import sys, roll.workers.dispatch, roll.workers.routing; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

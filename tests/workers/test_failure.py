@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError
 
-from roll.workers.failure import CallTimedOut, Failure, first_cause, worker_failed
+from roll.workers.failure import CallTimedOut, Failure, failure_of, first_cause, worker_failed
 
 GLOO = "RuntimeError: [third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:54961."
 NCCL = "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited"
@@ -50,6 +51,15 @@ def test_message_has_the_cause_in_full_and_a_line_for_each_other_rank() -> None:
         "no answer yet from actor rank 1, actor rank 4",
     ]
     assert str(worker_failed([again], [])).startswith("actor rank 3 failed between calls\n\nThe actor died.")
+
+
+def test_an_actor_that_ray_killed_for_its_memory_has_died() -> None:
+    killed = failure_of(
+        OutOfMemoryError("\x1b[31mTask was killed due to the node running low on memory.\x1b[0m"), "a", 1, "x"
+    )
+    assert killed.died and killed.text == "Task was killed due to the node running low on memory."
+    assert first_cause([raised(0, "ValueError: x", 1.0), killed]) is killed
+    assert not failure_of(ActorUnavailableError("the network is slow", None), "a", 1, "x").died
 
 
 def test_timeout_message() -> None:

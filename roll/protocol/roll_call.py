@@ -1,0 +1,122 @@
+"""Ranks that must all come to a call say so first, so that one who does not come is named within seconds.
+
+A collective that one rank never joins blocks the others until the process group gives up, ten minutes by default, and
+then says nothing of who was missing. A roll call costs two or three messages to the store that the ranks found each
+other with, nobody has entered a collective when it fails, and all ranks that come, however late, hear the same:
+
+    rank 0 (first)                   rank 1                       rank 2
+    arrive("2 rows")                 arrive("2 rows")             (does not come)
+    words() ── waits                 verdict() ── waits
+    no word of rank 2 within 60 s
+    decide(error)  ────────────────▶ error                        verdict() ▶ error, whenever it comes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+from torch.distributed import Store
+
+PATIENCE = 4
+"""For how many timeouts a rank waits for the first one, when all have come."""
+
+
+class MissingRanks(TimeoutError):
+    """Ranks did not come to a call that they are a part of. `ranks` are the global ranks that did not."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message, ranks)
+        self.message, self.ranks = message, ranks
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class RollCall:
+    """The calls of one group of ranks: all of them make the same calls in the same order.
+
+    For each call, every rank says a word (`arrive`); the first rank reads the words (`words`) and decides (`decide`),
+    the others get what was decided (`verdict`). What is decided first stands: also a rank that waited in vain for the
+    first one decides, so a late rank cannot go on alone.
+
+    Args:
+        store: of the process group's rendezvous. Its timeout is set here, so it should be a clone.
+        ranks: global ranks of the group; the first decides.
+        rank: this process.
+        name: how messages call the group.
+        timeout_s: how long the others wait for a rank.
+    """
+
+    def __init__(self, store: Store, ranks: Sequence[int], rank: int, name: str, timeout_s: float) -> None:
+        self._store, self.ranks, self._rank = store, tuple(ranks), rank
+        self.name = f"{name} (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})"
+        self.timeout_s = timeout_s
+        store.set_timeout(timedelta(seconds=timeout_s))
+        # Each rank counts how often it has made such a group, so that two of them never read each other's words.
+        made = store.add(f"roll_call/{self.name}/made/{rank}", 1)
+        self._prefix = f"roll_call/{self.name}/{made}"
+        self._call = 0
+
+    @property
+    def decides(self) -> bool:
+        """Whether this rank is the one that hears all words and decides."""
+        return self._rank == self.ranks[0]
+
+    def arrive(self, word: bytes) -> None:
+        """Say that this rank has come to its next call."""
+        self._call += 1
+        self._store.set(self._word(self._rank), word)  # type: ignore[arg-type]  # bytes are as good as str
+        if self._call > 2:  # Who has come to the previous call has done with the one before.
+            self._store.delete_key(self._word(self._rank, before=2))
+            if self.decides:
+                self._store.delete_key(self._key("verdict", before=2))
+
+    def words(self) -> list[bytes]:
+        """What each rank said, in their order.
+
+        Raises MissingRanks if some say nothing in time; the others still wait for `decide`.
+        """
+        try:
+            words: list[bytes] = self._store.multi_get([self._word(rank) for rank in self.ranks])
+        except RuntimeError as error:
+            raise self._missing(error) from None
+        return words
+
+    def decide(self, verdict: bytes) -> bytes:
+        """What holds for all ranks: `verdict`, unless a rank has decided before."""
+        decided: bytes = self._store.compare_set(self._key("verdict"), "", verdict)  # type: ignore[arg-type]
+        return decided
+
+    def verdict(self, refuse: Callable[[MissingRanks], bytes]) -> bytes:
+        """What was decided; `refuse` says what this rank decides, if others do not come in time.
+
+        The first rank may need longer, for instance to hear of other groups; while all have come, this rank waits on.
+        """
+        for _ in range(PATIENCE):
+            try:
+                decided: bytes = self._store.get(self._key("verdict"))
+                return decided
+            except RuntimeError as error:
+                missing = self._missing(error)
+                if missing.ranks:
+                    return self.decide(refuse(missing))
+        return self.decide(refuse(missing))
+
+    def _missing(self, error: RuntimeError) -> MissingRanks:
+        """The ranks that have said nothing, after a wait that ended with `error`, which is raised if it is another."""
+        if "timeout" not in str(error).lower():
+            raise error
+        absent = tuple(rank for rank in self.ranks if not self._store.check([self._word(rank)]))
+        if absent:
+            ranks = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
+            what = f"{ranks} did not come to call {self._call} within {self.timeout_s:g} s"
+        else:
+            what = f"rank {self.ranks[0]} came to call {self._call}, and said nothing more"
+        return MissingRanks(f"{self.name}: {what}", absent)
+
+    def _word(self, rank: int, before: int = 0) -> str:
+        return self._key(str(rank), before)
+
+    def _key(self, what: str, before: int = 0) -> str:
+        return f"{self._prefix}/{self._call - before}/{what}"

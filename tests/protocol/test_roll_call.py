@@ -1,0 +1,118 @@
+"""Who comes to a call, as threads that share a store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import DistStoreError, HashStore, Store, TCPStore
+
+from roll.protocol import MissingRanks, RollCall
+
+RANKS = (4, 6, 7)
+
+
+def server(kind: str) -> Store:
+    return HashStore() if kind == "hash" else TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def call_of(store: Store, rank: int, timeout_s: float = 20.0) -> RollCall:
+    return RollCall(store.clone(), RANKS, rank, "the three", timeout_s)
+
+
+def refuse(missing: MissingRanks) -> bytes:
+    return f"refused: {missing}".encode()
+
+
+def meet(call: RollCall, word: str) -> str:
+    """One call: the first rank joins all words."""
+    call.arrive(word.encode())
+    if not call.decides:
+        return call.verdict(refuse).decode()
+    try:
+        verdict = b" ".join(call.words())
+    except MissingRanks as missing:
+        verdict = refuse(missing)
+    return call.decide(verdict).decode()
+
+
+def together(work: dict[int, Callable[[], Any]]) -> dict[int, Any]:
+    with ThreadPoolExecutor(len(work)) as threads:
+        return {rank: job.result() for rank, job in {r: threads.submit(fn) for r, fn in work.items()}.items()}
+
+
+@pytest.mark.parametrize("kind", ["hash", "tcp"])
+def test_all_hear_what_the_first_makes_of_all_words_and_little_is_left_in_the_store(kind: str) -> None:
+    store = server(kind)
+
+    def several(rank: int) -> list[str]:
+        call = call_of(store, rank)
+        return [meet(call, f"{rank}.{number}") for number in range(20)]
+
+    heard = together({rank: lambda rank=rank: several(rank) for rank in RANKS})
+    expected = [f"4.{n} 6.{n} 7.{n}" for n in range(20)]
+    assert [heard[rank] for rank in RANKS] == [expected] * 3
+    # Of two calls: three words and a verdict; beside them what each rank counted (and a key of the TCP store's own).
+    assert store.num_keys() <= 2 * 4 + 3 + 1
+
+
+def test_groups_of_one_name_do_not_hear_each_other() -> None:
+    store = server("hash")
+    first, second = ({rank: call_of(store, rank) for rank in RANKS} for _ in range(2))
+    one = together({rank: lambda call=call, rank=rank: meet(call, f"a{rank}") for rank, call in first.items()})
+    two = together({rank: lambda call=call, rank=rank: meet(call, f"b{rank}") for rank, call in second.items()})
+    assert set(one.values()) == {"a4 a6 a7"} and set(two.values()) == {"b4 b6 b7"}
+
+
+@pytest.mark.parametrize("kind", ["hash", "tcp"])
+@pytest.mark.parametrize("absent", [4, 7])
+def test_who_does_not_come_is_named_to_all_also_to_itself_when_it_comes(kind: str, absent: int) -> None:
+    store = server(kind)
+    calls = {rank: call_of(store, rank, timeout_s=0.5) for rank in RANKS}
+    present = [rank for rank in RANKS if rank != absent]
+    begun = time.monotonic()
+    heard = together({rank: lambda rank=rank: meet(calls[rank], "here") for rank in present})
+    assert time.monotonic() - begun < 3
+    expected = f"refused: the three (ranks 4, 6, 7): rank {absent} did not come to call 1 within 0.5 s"
+    assert heard == dict.fromkeys(present, expected)
+    assert meet(calls[absent], "late") == expected
+    again = together({rank: lambda rank=rank: meet(calls[rank], "again") for rank in RANKS})
+    assert set(again.values()) == {"again again again"}  # all of them know of the failure, and may go on
+
+
+def test_the_others_wait_on_for_a_first_rank_that_has_come_but_not_for_ever() -> None:
+    store = server("hash")
+    calls = {rank: call_of(store, rank, timeout_s=0.3) for rank in RANKS}
+
+    def slow() -> str:
+        calls[4].arrive(b"")
+        calls[4].words()
+        time.sleep(0.7)
+        return calls[4].decide(b"at last").decode()
+
+    heard = together({4: slow, 6: lambda: meet(calls[6], ""), 7: lambda: meet(calls[7], "")})
+    assert set(heard.values()) == {"at last"}
+    calls[4].arrive(b"")
+    heard = together({6: lambda: meet(calls[6], ""), 7: lambda: meet(calls[7], "")})
+    assert set(heard.values()) == {"refused: the three (ranks 4, 6, 7): rank 4 came to call 2, and said nothing more"}
+
+
+def test_a_store_that_is_lost_is_not_taken_for_a_missing_rank() -> None:
+    class Lost(HashStore):
+        def get(self, key: str) -> bytes:
+            raise DistStoreError("Connection reset by peer")
+
+    call = RollCall(Lost(), RANKS, 6, "the three", 0.1)
+    call.arrive(b"")
+    with pytest.raises(DistStoreError, match="Connection reset"):
+        call.verdict(refuse)
+
+
+def test_the_time_that_others_are_given_is_that_of_the_call() -> None:
+    store = server("hash").clone()
+    RollCall(store, RANKS, 4, "the three", 7.5)
+    assert store.timeout == timedelta(seconds=7.5)
