@@ -271,14 +271,16 @@ class DataProto(BatchData):
         for number, piece in enumerate(pieces):
             if not isinstance(piece, DataProto):
                 raise ValueError(f"concat: piece {number} is a {type(piece).__name__}, not a DataProto")
-            piece._check_lengths()
         without = [piece.batch is None for piece in pieces]
         if any(without) and not all(without):
             raise ValueError(f"concat: of piece 0 and piece {without.index(not without[0])} one has no batch")
         tensors = joining.concat_tensors([piece.tensors for piece in pieces])
         objects = joining.concat_arrays([piece.non_tensor_batch for piece in pieces])
         meta = joining.concat_metas([piece.meta_info for piece in pieces])
-        return pieces[0]._of_checked(None if without[0] else tensor_dict(tensors, sum(map(len, pieces))), objects, meta)
+        num_rows = sum(map(len, pieces))
+        joined = pieces[0]._of_checked(None if without[0] else tensor_dict(tensors, num_rows), objects, meta)
+        joined._check_lengths()
+        return joined
 
     @staticmethod
     def materialize_concat(references: Sequence[Any] | Any, timeout: float | None = None) -> DataProto:

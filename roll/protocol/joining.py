@@ -53,7 +53,7 @@ def without_metrics(meta: Mapping[str, Any]) -> dict[str, Any]:
 def concat_metas(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The `meta_info` of pieces that are joined. Raises ValueError where they differ in more than metrics."""
     first = without_metrics(metas[0])
-    for number, meta in enumerate(metas):
+    for number, meta in enumerate(metas[1:], start=1):
         other = without_metrics(meta)
         _check_same_names(first, other, number)
         for name, value in first.items():
@@ -76,18 +76,33 @@ def concat_tensors(pieces: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Rows after rows. Raises ValueError if pieces differ in names, dtypes, devices or the shape of a row."""
     for number, piece in enumerate(pieces):
         _check_same_names(pieces[0], piece, number)
-    joined = {}
-    for name, ours in pieces[0].items():
-        column = [piece[name] for piece in pieces]
-        dtype, device, shape = ours.dtype, ours.device, ours.shape
-        for number, other in enumerate(column):
-            # Most pieces have the same shape, and slicing shapes is what this loop would spend its time on.
-            same_row = other.shape == shape or other.shape[1:] == shape[1:]
-            if not same_row or other.dtype != dtype or other.device != device:
-                here, there = describe_value(ours), describe_value(other)
-                raise ValueError(f"concat: {name} is {here} in piece 0, {there} in piece {number}")
-        joined[name] = torch.cat(column)
-    return joined
+    return {name: _concat_column(name, [piece[name] for piece in pieces]) for name in pieces[0]}
+
+
+def _concat_column(name: str, column: list[Tensor]) -> Tensor:
+    """One field of all pieces. torch.cat is left to compare shapes and devices, for looking costs as much as joining.
+
+    It would promote dtypes, and take an empty vector for rows of any shape, so these are compared here.
+    """
+    dtype, ndim = column[0].dtype, column[0].ndim
+    if all(tensor.dtype is dtype and tensor.ndim == ndim for tensor in column):
+        try:
+            return torch.cat(column)
+        except RuntimeError:
+            number = _first_other(column)
+            if number is None:
+                raise
+    else:
+        number = _first_other(column)
+        assert number is not None
+    here, there = describe_value(column[0]), describe_value(column[number])
+    raise ValueError(f"concat: {name} is {here} in piece 0, {there} in piece {number}")
+
+
+def _first_other(column: list[Tensor]) -> int | None:
+    """The first piece whose dtype, shape of a row or device is not that of piece 0."""
+    kinds = [(tensor.dtype, tensor.shape[1:], tensor.device) for tensor in column]
+    return next((number for number, kind in enumerate(kinds) if kind != kinds[0]), None)
 
 
 def concat_arrays(pieces: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -294,6 +294,14 @@ def other_pieces() -> list[tuple[DataProto, str]]:
             DataProto.from_dict(tensors | {"ids": torch.zeros(1, 4).long()}, names, meta),
             r"int64\[2, 3\] in piece 0, int64\[1, 4\] in piece 1",
         ),
+        (
+            DataProto.from_dict({"ids": torch.zeros(0).long(), "score": torch.zeros(0)}, {"name": []}, meta),
+            r"int64\[2, 3\] in piece 0, int64\[0\] in piece 1",
+        ),
+        (
+            DataProto.from_dict({"ids": tensors["ids"].to("meta"), "score": tensors["score"]}, names, meta),
+            r"int64\[2, 3\] in piece 0, int64\[1, 3\] on meta in piece 1",
+        ),
         (DataProto(None, {"name": np.array(["row 0"])}, meta), "one has no batch"),
     ]
 
