@@ -1,6 +1,6 @@
 """How long a batch takes to reach its ranks, against the plain ways: ratios for a person to read.
 
-    python benchmarks/delivery.py [--skip-ray] [--rounds 15]
+    python benchmarks/delivery.py [--skip-ray] [--rounds 15] [--megabytes 1 10 100]
 
 All ways are measured in turn, round after round, in the same processes, so that what else the machine does meets all of
 them; a ratio is the median of the rounds' ratios, with the first and third quartile. Times are from the moment at which
@@ -72,14 +72,14 @@ def delivery_of(rows_on: Any) -> BatchDelivery:
     return BatchDelivery(call, [world], device=CPU, rows_on=rows_on)
 
 
-def rank_of_broadcasts(rank: int, ranks: int, port: int, rounds: int) -> None:
+def rank_of_broadcasts(rank: int, ranks: int, port: int, rounds: int, sizes: list[float]) -> None:
     """One rank of the comparison of broadcasts."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     dist.init_process_group("gloo")
     way = delivery_of("leader")
-    for megabytes in (0.001, 1, 10, 100):
+    for megabytes in sizes:
         whole = batch_of(megabytes)
         batch = whole if rank == 0 else whole.stub()
         num_bytes = sum(tensor.nbytes for tensor in whole.tensors.values())
@@ -98,7 +98,7 @@ def rank_of_broadcasts(rank: int, ranks: int, port: int, rounds: int) -> None:
         ways["broadcast of its bytes into fresh memory"] = raw
         times = measure(ways, rounds if megabytes < 100 else max(3, rounds // 3), dist.barrier)
         if rank == 0:
-            show(f"{ranks} ranks, {num_bytes / 1e6:g} MB", times, "get_data_input")
+            show(f"{ranks} ranks, {num_bytes / 1e6:.3g} MB", times, "get_data_input")
     dist.destroy_process_group()
 
 
@@ -154,11 +154,12 @@ def main() -> None:
     """Print everything."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--megabytes", type=float, nargs="+", default=[0.01, 1, 10, 100])
     parser.add_argument("--skip-ray", action="store_true")
     arguments = parser.parse_args()
     for ranks in (2, 4):
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        mp.spawn(rank_of_broadcasts, (ranks, store.port, arguments.rounds), ranks)
+        mp.spawn(rank_of_broadcasts, (ranks, store.port, arguments.rounds, arguments.megabytes), ranks)
     if not arguments.skip_ray:
         through_ray(arguments.rounds)
 

@@ -38,11 +38,11 @@ def report(data: DataProto) -> dict[str, Any]:
 
 
 def receive(leader: int, non_tensor: bool) -> list[dict[str, Any]]:
-    """A batch, a smaller one, one without rows and one without bytes: each from the same memory of the leader."""
+    """A batch, a larger one, one without rows and one without bytes: each from the same memory of the leader."""
     ranks = (leader, 1 - leader) if dist.get_world_size() == 2 else (0,)
     way = delivery_of(ranks, dist.new_group(list(ranks), sort_ranks=False))
     whole = whole_batch()
-    batches = [whole, whole[:2], whole[:0], whole.select([], []), whole]
+    batches = [whole[:2], whole, whole[:0], whole.select([], []), whole]
     leads = dist.get_rank() == leader
     received = [way.deliver(batch if leads else batch.stub(), non_tensor=non_tensor) for batch in batches]
     assert not leads or all(
@@ -56,7 +56,7 @@ def receive(leader: int, non_tensor: bool) -> list[dict[str, Any]]:
 def test_rows_are_replaced_and_the_rest_stays(ranks: RankPool, world_size: int, leader: int, non_tensor: bool) -> None:
     results = ranks.run(receive, leader, non_tensor, world_size=world_size)
     whole = whole_batch()
-    expected = [report(batch) for batch in (whole, whole[:2], whole[:0], whole.select([], []), whole)]
+    expected = [report(batch) for batch in (whole[:2], whole, whole[:0], whole.select([], []), whole)]
     assert results.pop(leader) == expected
     of_others = [batch if non_tensor else batch | {"objects": {}} for batch in expected]
     assert results == [of_others] * (world_size - 1)
