@@ -31,8 +31,8 @@ from roll.workers.dispatch import rule_of
 from roll.workers.failure import HEARTBEAT, CallTimedOut, Failure, WorkerError, failure_of, worker_failed
 from roll.workers.parcel import unwrap, wrap
 from roll.workers.placement import Placement
-from roll.workers.routing import gather, reporting_ranks, route
-from roll.workers.worker import Worker
+from roll.workers.routing import check_can_stay, gather, reporting_ranks, route
+from roll.workers.worker import Keep, Worker
 
 HEARTBEAT_S = 2.0
 """How often an actor that has nothing to do is asked whether it lives."""
@@ -47,7 +47,9 @@ STOP_S = 10.0
 class PendingCall:
     """A call that every rank of a cluster has been sent. `result` waits for it; made by `Cluster.submit`."""
 
-    def __init__(self, cluster: Cluster, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, cluster: Cluster, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, leave: bool = False
+    ) -> None:
         self.cluster = cluster
         self.method = method
         self.failures: list[Failure] = []
@@ -57,9 +59,12 @@ class PendingCall:
         self._reporters = reporting_ranks(self._rule, cluster.degrees)
         self._answers: dict[int, Any] = {}
         routed, self._sent = route(self._rule, cluster.degrees, args, kwargs, _put, cluster.rows_on)
+        if leave:
+            check_can_stay(self._rule, self._sent)
+        keep: Keep = "reference" if leave else "result"
         self.pending: dict[ray.ObjectRef, int] = {
             actor.execute.options(name=f"{cluster.role}.{method}").remote(
-                method, rank in self._reporters, *routed[rank].args, **routed[rank].kwargs
+                method, keep if rank in self._reporters else "nothing", *routed[rank].args, **routed[rank].kwargs
             ): rank
             for rank, actor in enumerate(cluster.actors)
         }
@@ -181,6 +186,19 @@ class Cluster:
         self.ready()
         return self._send(method, *args, **kwargs)
 
+    def submit_remote(self, method: str, *args: Any, **kwargs: Any) -> PendingCall:
+        """The same, and the rows of the result stay with the workers: `result()` is a `DataProtoFuture` of them.
+
+        They are there as long as these workers live. Handed to a method that splits its batch, the future is cut
+        without being fetched: each rank fetches the rows of its own share.
+
+        Raises ValueError as well for a method whose rule does not join batches, and for a batch with a micro-batch plan
+        or of uneven shares, whose results would have to be brought back to their order here.
+        """
+        self.raise_if_stopped()
+        self.ready()
+        return self._track(PendingCall(self, method, args, kwargs, leave=True))
+
     def shutdown(self) -> None:
         """Kill the actors and wait until Ray confirms that they are gone. Calling it again does nothing."""
         self.kill()
@@ -210,7 +228,9 @@ class Cluster:
         self.shutdown()
 
     def _send(self, method: str, *args: Any, **kwargs: Any) -> PendingCall:
-        call = PendingCall(self, method, args, kwargs)
+        return self._track(PendingCall(self, method, args, kwargs))
+
+    def _track(self, call: PendingCall) -> PendingCall:
         self._in_flight.append(call)
         return call
 

@@ -1,10 +1,11 @@
 """The arguments of every rank, and the value of a call: what a dispatch rule means.
 
-Pure functions over the ranks of `ParallelDegrees`: no Ray, no torch.distributed. The cluster calls `route` before it
+Pure functions over the ranks of `ParallelDegrees`: nothing is sent here. The cluster calls `route` before it
 sends and `gather` after it received.
 
 Under the two `DP_MP` rules only `DataProto` arguments are split: along `plan.rows` if the batch has a micro-batch plan,
-else in equal chunks. All other arguments go to all.
+else in equal chunks. All other arguments go to all. A `DataProtoFuture` is a batch too, whose rows stay where they are
+until a rank that is given a share of them fetches it; it has no plan, is not filled up, and brings all its fields.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from roll.config import RowsOn
 from roll.parallel.degrees import ParallelDegrees
 from roll.workers.dispatch import Dispatch, Rule
+from roll.workers.remote_batch import RemoteBatch
 
 if TYPE_CHECKING:
-    from roll.protocol import DataProto, MicroBatchPlan
+    from roll.protocol import DataProto, DataProtoFuture, MicroBatchPlan
 
 Put = Callable[[Any], Any]
 
@@ -66,6 +68,9 @@ def route(
     def spread(value: Any) -> list[Any]:
         if rule.dispatch is Dispatch.ALL_TO_ALL:
             return [put(entry) for entry in _entries(value, degrees.world_size)]
+        if rule.dispatch.splits and _is_remote(value):
+            shares = [put(share) for share in value.chunk(degrees.dp)]
+            return _spread_shares(rule, degrees, shares, _empty_batch(), put, rows_on)
         if rule.dispatch.splits and _is_batch(value):
             shares = [put(share) for share in _shares(_read(value, rule.fields), degrees.dp, sent)]
             return _spread_shares(rule, degrees, shares, value, put, rows_on)
@@ -102,6 +107,10 @@ def gather(rule: Rule, results: Sequence[Any], sent: Sent) -> Any:
     """
     if rule.dispatch is Dispatch.RANK_ZERO:
         return results[0]
+    if rule.dispatch.splits and all(isinstance(result, RemoteBatch) for result in results):
+        from roll.protocol import DataProtoFuture
+
+        return DataProtoFuture.concat(results, sizes=[result.num_rows for result in results])
     if not rule.dispatch.splits or not all(map(_is_batch, results)):
         if sent.padding and any(result is not None for result in results):
             kinds = ", ".join(sorted({type(result).__name__ for result in results}))
@@ -117,21 +126,50 @@ def gather(rule: Rule, results: Sequence[Any], sent: Sent) -> Any:
     return joined[: sent.num_rows]
 
 
+def check_can_stay(rule: Rule, sent: Sent) -> None:
+    """Raise ValueError if the results of a call are more than the rows of its reporters in their order."""
+    if not rule.dispatch.splits:
+        raise ValueError(f"{rule.dispatch.name} joins no batches, so that its results cannot stay with the workers")
+    if sent.plan is not None or sent.padding:
+        why = "a micro-batch plan" if sent.plan is not None else "rows that only fill it up"
+        raise ValueError(f"the results of a batch with {why} must be brought back to its order: they cannot stay")
+
+
+# Imported in functions, since the driver may send no batch, and the import takes a second.
+
+
 def _is_batch(value: object) -> TypeGuard[DataProto]:
-    # Imported here, since the driver may send none, and the import takes a second.
     from roll.protocol import DataProto
 
     return isinstance(value, DataProto)
 
 
+def _is_remote(value: object) -> TypeGuard[DataProtoFuture]:
+    from roll.protocol import DataProtoFuture
+
+    return isinstance(value, DataProtoFuture)
+
+
+def _empty_batch() -> DataProto:
+    from roll.protocol import DataProto
+
+    return DataProto()
+
+
 def _check_batches(rule: Rule, degrees: ParallelDegrees, values: Sequence[Any]) -> Sent:
     """Refuse what cannot be split, before any rank is called; how the batches will be split."""
     batches = [value for value in values if _is_batch(value)]
-    if not batches:
+    futures = [value for value in values if _is_remote(value)]
+    if not batches and not futures:
         raise ValueError("a rule that splits per data-parallel group needs a DataProto argument, and got none")
-    plan = batches[0].plan
-    if any(batch.plan != plan for batch in batches):
-        raise ValueError("the batches of one call must share one micro-batch plan")
+    for future in futures:
+        if future.num_rows is None:
+            raise ValueError("a DataProtoFuture is split by its number of rows: make it with sizes")
+        if future.num_rows % degrees.dp:
+            raise ValueError(f"remote rows are not filled up: {future.num_rows} do not divide among dp {degrees.dp}")
+    plan = batches[0].plan if batches else None
+    if any(batch.plan != plan for batch in batches) or (plan is not None and futures):
+        raise ValueError("the batches of one call must share one micro-batch plan, and remote ones have none")
     for batch in batches:
         if plan is not None:
             if plan.dp_size != degrees.dp:
@@ -140,12 +178,12 @@ def _check_batches(rule: Rule, degrees: ParallelDegrees, values: Sequence[Any]) 
                 raise ValueError(f"the micro-batch plan has {plan.num_rows} rows, the batch has {len(batch)}")
         elif len(batch) % degrees.dp and rule.uneven == "refuse":
             raise ValueError(f"a batch of {len(batch)} rows does not divide among dp {degrees.dp} groups")
-    num_rows = len(batches[0])
-    padding = 0 if plan is not None else -num_rows % degrees.dp
-    uneven = any(len(batch) % degrees.dp for batch in batches) and plan is None
-    if uneven and any(len(batch) != num_rows for batch in batches):
-        raise ValueError(f"batches of {', '.join(str(len(batch)) for batch in batches)} rows cannot be padded alike")
-    return Sent(plan, num_rows, padding)
+    if plan is not None:
+        return Sent(plan, plan.num_rows)
+    lengths = [len(batch) for batch in batches] + [future.num_rows or 0 for future in futures]
+    if any(length % degrees.dp for length in lengths) and len(set(lengths)) > 1:
+        raise ValueError(f"batches of {', '.join(map(str, lengths))} rows cannot be padded alike")
+    return Sent(None, lengths[0], -lengths[0] % degrees.dp)
 
 
 def _read(batch: DataProto, fields: tuple[str, ...] | None) -> DataProto:

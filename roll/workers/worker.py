@@ -11,16 +11,19 @@ import os
 import sys
 import time
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 
 from roll.workers.dispatch import Dispatch, register
 from roll.workers.failure import RankError
 from roll.workers.parcel import unwrap, wrap
+from roll.workers.remote_batch import RemoteBatch
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
+
+Keep = Literal["nothing", "result", "reference"]
 
 
 class Worker:
@@ -35,17 +38,23 @@ class Worker:
         self.world_size = world_size
         self._store: TCPStore | None = None
 
-    def execute(self, method: str, keep: bool, *args: Any, **kwargs: Any) -> Any:
-        """Run a registered method; None instead of its result unless `keep`, for nobody would read it.
+    def execute(self, method: str, keep: Keep, *args: Any, **kwargs: Any) -> Any:
+        """Run a registered method.
+
+        Args:
+            keep: what becomes of its result: None is returned instead where nobody would read it, and a RemoteBatch
+                where it stays here.
 
         The role's exceptions leave as `RankError`. A boundary between processes must let any of them through, and an
         exception itself may not survive pickling.
         """
         try:
-            result = getattr(self, method)(*map(unwrap, args), **{name: unwrap(arg) for name, arg in kwargs.items()})
+            result = getattr(self, method)(
+                *map(_arrived, args), **{name: _arrived(arg) for name, arg in kwargs.items()}
+            )
+            return _kept(result, keep)
         except Exception as error:  # noqa: BLE001
             raise RankError(_account(error), time.time()) from None
-        return wrap(result) if keep else None
 
     @register(Dispatch.ONE_TO_ALL)
     def alive(self) -> int:
@@ -86,6 +95,24 @@ class Worker:
         }
         if "torch" in sys.modules:  # it reads the environment only when it is loaded
             sys.modules["torch"].set_num_threads(threads)
+
+
+def _arrived(value: Any) -> Any:
+    """An argument as the method takes it; rows that are still remote are fetched."""
+    future = sys.modules.get("roll.protocol.future")  # Loaded with the first argument that is one.
+    return value.get() if future is not None and isinstance(value, future.DataProtoFuture) else unwrap(value)
+
+
+def _kept(result: Any, keep: Keep) -> Any:
+    if keep == "nothing":
+        return None
+    if keep == "result":
+        return wrap(result)
+    from roll.protocol import DataProto
+
+    if not isinstance(result, DataProto):
+        raise ValueError(f"only a DataProto can stay with the worker, the method returned {type(result).__name__}")
+    return RemoteBatch.leave(result)
 
 
 def _account(error: Exception) -> str:

@@ -15,8 +15,9 @@ def main() -> None:
     with Placement(layout) as placement:
         cluster = Cluster(Probe, role="probe", degrees=ParallelDegrees(2, tp=2), placement=placement)
         cluster.call("init_group")
-        print(*cluster.call("alive"), flush=True)
+        pids = cluster.call("alive")
         try:
+            print(*pids, flush=True)  # What the interruption waits for, so it may come at once.
             cluster.call("wait_on_and_meet", 1, 600.0)
         except KeyboardInterrupt:
             print("interrupted", flush=True)

@@ -75,6 +75,10 @@ class Probe(Worker):
         """`scale` times the rows; every rank must be the leader of its group."""
         return type(data).from_dict({"y": data["x"] * scale})
 
+    @register(Dispatch.DP_MP_DISPATCH_FIRST, uneven="pad")
+    def negated(self, data: DataProto) -> DataProto:
+        return type(data).from_dict({"x": -data["x"]}, meta_info={"metrics": {"rank": [self.rank]}})
+
     @register(Dispatch.DP_MP_COMPUTE)
     def rows(self, data: DataProto) -> list[int]:
         return data["x"].tolist()

@@ -18,7 +18,7 @@ import ray
 import torch
 
 from roll.parallel.degrees import ParallelDegrees
-from roll.protocol import DataProto, MicroBatchPlan
+from roll.protocol import DataProto, DataProtoFuture, MicroBatchPlan
 from roll.workers import CallTimedOut, Cluster, Placement, PlacementLayout, WorkerError, WorkerFailed
 from roll.workers.parcel import Parcel
 from tests.workers.probes import Probe
@@ -80,7 +80,30 @@ def test_planned_batch_there_and_back(placement: Placement) -> None:
         pids = cluster.call("alive")
         assert cluster.call("rows", data) == [[4, 0, 3], [2, 1]]
         assert cluster.call("scaled", data, scale=10)["y"].tolist() == [0, 10, 20, 30, 40]
+        with pytest.raises(ValueError, match="with a micro-batch plan must be brought back"):
+            cluster.submit_remote("scaled", data, scale=10)
     wait_until_gone(pids)
+
+
+def test_results_may_stay_with_the_workers(placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = DataProto.from_dict({"x": torch.arange(4)})
+    with (
+        Cluster(Probe, role="probe", degrees=ParallelDegrees(2), placement=placement) as two,
+        Cluster(Probe, role="single", degrees=ParallelDegrees(1), placement=placement) as one,
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                "roll.workers.cluster.unwrap", lambda value: pytest.fail("rows") if isinstance(value, Parcel) else value
+            )
+            negated = two.submit_remote("negated", data).result()
+            twice = one.submit_remote("negated", negated).result()
+        assert isinstance(negated, DataProtoFuture) and negated.num_rows == twice.num_rows == 4
+        assert two.call("rows", twice) == [[0, 1], [2, 3]]
+        assert one.call("rows", negated) == [[0, -1, -2, -3]]
+        fetched = negated.get()
+        assert fetched["x"].tolist() == [0, -1, -2, -3] and fetched.meta_info == {"metrics": {"rank": [0, 1]}}
+        with pytest.raises(WorkerFailed, match="only a DataProto can stay with the worker, the method returned list"):
+            two.submit_remote("rows", data).result()
 
 
 def test_shares_are_put_once_and_are_each_ranks_own(local_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:

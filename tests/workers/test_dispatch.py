@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
 from roll.parallel.degrees import ParallelDegrees
-from roll.protocol import DataProto, LossNormalizers, MicroBatchPlan
+from roll.protocol import DataProto, DataProtoFuture, LossNormalizers, MicroBatchPlan
 from roll.workers.dispatch import (
     Dispatch,
     Rule,
@@ -32,6 +33,7 @@ from roll.workers.dispatch import (
 from roll.workers.routing import (
     RankArguments,
     Sent,
+    check_can_stay,
     gather,
     reporting_ranks,
     route,
@@ -229,6 +231,50 @@ def test_what_cannot_be_split(dispatch: Dispatch) -> None:
         route(Rule(dispatch), DP_LAST, [batch(5, PLAN), batch(4)], {})
     with pytest.raises(ValueError, match="needs a DataProto argument, and got none"):
         route(Rule(dispatch), DP_LAST, [1], {"rows": [1, 2]})
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """A reference that nobody follows."""
+
+    number: int
+
+    def future(self) -> Any:
+        raise AssertionError("fetched")
+
+
+@pytest.mark.parametrize("dispatch", SPLITTING)
+def test_remote_rows_are_cut_without_being_fetched(dispatch: Dispatch) -> None:
+    rows = DataProtoFuture.concat([Elsewhere(0), Elsewhere(1)], sizes=[1, 3])
+    routed, sent = route(Rule(dispatch), DP_LAST, [rows], {})
+    assert sent == Sent(None, 4, 0)
+    shares = [rank.args[0] for rank in routed]
+    first, second = rows.chunk(2)
+    if dispatch is Dispatch.DP_MP_COMPUTE:
+        assert shares == [first] * 4 + [second] * 4
+    else:
+        assert [shares[0], shares[4]] == [first, second]
+        assert all(len(stub) == 0 and stub.batch is None for rank, stub in enumerate(shares) if rank not in (0, 4))
+
+
+@pytest.mark.parametrize("dispatch", SPLITTING)
+def test_remote_rows_that_cannot_be_split(dispatch: Dispatch) -> None:
+    with pytest.raises(ValueError, match="make it with sizes"):
+        route(Rule(dispatch), DP_LAST, [DataProtoFuture.concat([Elsewhere(0)])], {})
+    five = DataProtoFuture.concat([Elsewhere(0)], sizes=[5])
+    for rule in (Rule(dispatch), Rule(dispatch, uneven="pad")):
+        with pytest.raises(ValueError, match="remote rows are not filled up: 5 do not divide among dp 2"):
+            route(rule, DP_LAST, [five], {})
+    with pytest.raises(ValueError, match="and remote ones have none"):
+        route(Rule(dispatch), DP_LAST, [batch(5, PLAN), DataProtoFuture.concat([Elsewhere(0)], sizes=[4])], {})
+
+
+def test_what_cannot_stay_with_the_workers() -> None:
+    check_can_stay(Rule(Dispatch.DP_MP_COMPUTE), Sent(None, 4))
+    with pytest.raises(ValueError, match="ONE_TO_ALL joins no batches"):
+        check_can_stay(Rule(Dispatch.ONE_TO_ALL), Sent())
+    with pytest.raises(ValueError, match="with rows that only fill it up"):
+        check_can_stay(Rule(Dispatch.DP_MP_COMPUTE, uneven="pad"), Sent(None, 3, 1))
 
 
 class Base:

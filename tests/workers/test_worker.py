@@ -25,7 +25,7 @@ def probe() -> Probe:
 )
 def test_any_exception_survives_the_way(how: str, last_line: str) -> None:
     with pytest.raises(RankError, match="in fail") as raised:
-        probe().execute("fail_on", True, 0, how)
+        probe().execute("fail_on", "result", 0, how)
     arrived = pickle.loads(pickle.dumps(raised.value))
     lines = arrived.traceback.splitlines()
     assert lines[0] == "Traceback (most recent call last):"
@@ -35,8 +35,8 @@ def test_any_exception_survives_the_way(how: str, last_line: str) -> None:
 
 
 def test_result_that_nobody_reads_is_not_sent() -> None:
-    assert probe().execute("alive", True) > 0
-    assert probe().execute("alive", False) is None
+    assert probe().execute("alive", "result") > 0
+    assert probe().execute("alive", "nothing") is None
 
 
 def test_a_worker_looks_like_a_rank_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
