@@ -29,7 +29,6 @@ from roll.config import RowsOn
 from roll.parallel.degrees import ParallelDegrees
 from roll.workers.dispatch import rule_of
 from roll.workers.failure import HEARTBEAT, CallTimedOut, Failure, WorkerError, failure_of, worker_failed
-from roll.workers.parcel import unwrap, wrap
 from roll.workers.placement import Placement
 from roll.workers.routing import check_can_stay, gather, reporting_ranks, route
 from roll.workers.worker import Keep, Worker
@@ -96,7 +95,7 @@ class PendingCall:
         """Keep the answer of one rank, which has arrived."""
         rank = self.pending.pop(ref)
         try:
-            self._answers[rank] = unwrap(ray.get(ref))
+            self._answers[rank] = ray.get(ref)
         except RayError as error:
             self.failures.append(failure_of(error, self.cluster.role, rank, self.method))
 
@@ -299,7 +298,7 @@ def _raise_first_cause(clusters: list[Cluster]) -> NoReturn:
 def _put(value: Any) -> Any:
     """Place a value into the object store once, unless it is small or already there."""
     small = (type(None), bool, int, float, str, PurePath, ray.ObjectRef)
-    return value if isinstance(value, small) else ray.put(wrap(value))
+    return value if isinstance(value, small) else ray.put(value)
 
 
 def _take_ready(calls: list[PendingCall], timeout: float) -> None:

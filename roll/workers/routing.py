@@ -110,7 +110,7 @@ def gather(rule: Rule, results: Sequence[Any], sent: Sent) -> Any:
     if rule.dispatch.splits and all(isinstance(result, RemoteBatch) for result in results):
         from roll.protocol import DataProtoFuture
 
-        return DataProtoFuture.concat(results, sizes=[result.num_rows for result in results])
+        return DataProtoFuture.concat([result.ref for result in results], sizes=[result.num_rows for result in results])
     if not rule.dispatch.splits or not all(map(_is_batch, results)):
         if sent.padding and any(result is not None for result in results):
             kinds = ", ".join(sorted({type(result).__name__ for result in results}))

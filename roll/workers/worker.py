@@ -17,7 +17,6 @@ import ray
 
 from roll.workers.dispatch import Dispatch, register
 from roll.workers.failure import RankError
-from roll.workers.parcel import unwrap, wrap
 from roll.workers.remote_batch import RemoteBatch
 
 if TYPE_CHECKING:
@@ -100,14 +99,14 @@ class Worker:
 def _arrived(value: Any) -> Any:
     """An argument as the method takes it; rows that are still remote are fetched."""
     future = sys.modules.get("roll.protocol.future")  # Loaded with the first argument that is one.
-    return value.get() if future is not None and isinstance(value, future.DataProtoFuture) else unwrap(value)
+    return value.get() if future is not None and isinstance(value, future.DataProtoFuture) else value
 
 
 def _kept(result: Any, keep: Keep) -> Any:
     if keep == "nothing":
         return None
     if keep == "result":
-        return wrap(result)
+        return result
     from roll.protocol import DataProto
 
     if not isinstance(result, DataProto):

@@ -20,7 +20,6 @@ import torch
 from roll.parallel.degrees import ParallelDegrees
 from roll.protocol import DataProto, DataProtoFuture, MicroBatchPlan
 from roll.workers import CallTimedOut, Cluster, Placement, PlacementLayout, WorkerError, WorkerFailed
-from roll.workers.parcel import Parcel
 from tests.workers.probes import Probe
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -92,9 +91,7 @@ def test_results_may_stay_with_the_workers(placement: Placement, monkeypatch: py
         Cluster(Probe, role="single", degrees=ParallelDegrees(1), placement=placement) as one,
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(
-                "roll.workers.cluster.unwrap", lambda value: pytest.fail("rows") if isinstance(value, Parcel) else value
-            )
+            patch.setattr("roll.protocol.storage.unpacked", lambda *parts: pytest.fail("rows came to the driver"))
             negated = two.submit_remote("negated", data).result()
             twice = one.submit_remote("negated", negated).result()
         assert isinstance(negated, DataProtoFuture) and negated.num_rows == twice.num_rows == 4
@@ -111,7 +108,7 @@ def test_shares_are_put_once_and_are_each_ranks_own(local_ray: None, monkeypatch
     put, sizes = ray.put, []
 
     def counting(value: Any) -> ray.ObjectRef:
-        sizes.append(sum(array.nbytes for array in value.values) if isinstance(value, Parcel) else 0)
+        sizes.append(sum(x.nbytes for x in value.tensors.values()) if isinstance(value, DataProto) else 0)
         return put(value)
 
     monkeypatch.setattr(ray, "put", counting)
