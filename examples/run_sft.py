@@ -25,10 +25,12 @@ def main() -> int:
         config = load_config(SFTConfig, arguments.config, arguments.overrides)
         # Only now: a mistake in the settings is told in a second, these imports take several.
         from roll.pipelines.local_ranks import run_on_ranks
-        from roll.pipelines.sft import run_sft
+        from roll.pipelines.sft import check_ranks, run_sft
         from roll.pipelines.sft_checkpoint import step_to_resume
         from roll.pipelines.sft_data import load_sft_data
 
+        if "WORLD_SIZE" in os.environ:
+            check_ranks(config)
         data = load_sft_data(config)
         step_to_resume(config, data.train)
     except ValueError as error:

@@ -31,6 +31,7 @@ def ppo_checks(config: PPOConfig) -> Iterator[Check]:
     yield partial(_one_model, config)
     yield partial(_model_folder_is_usable, config)
     yield partial(_warm_start_has_another_name, config)
+    yield partial(_warm_start_does_not_resume, config)
     for role in MODEL_ROLES:
         yield partial(_model_fits_ranks, config, role)
         yield partial(_degrees_fit_world_size, config, role)
@@ -74,8 +75,13 @@ def _model_folder_is_usable(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _warm_start_has_another_name(config: PPOConfig) -> Iterator[Problem]:
-    if config.warm_start is not None and config.warm_start.run_dir == config.run_dir:
+    if config.warm_start is not None and config.warm_start.run_dir.resolve() == config.run_dir.resolve():
         yield Problem("warm_start.name", f"must not be the name of this run, whose folder is {config.run_dir}")
+
+
+def _warm_start_does_not_resume(config: PPOConfig) -> Iterator[Problem]:
+    if config.warm_start is not None and config.warm_start.resume:
+        yield Problem("warm_start.resume", "must be false: a warm start that has not ended is run anew")
 
 
 def _architecture(config: PPOConfig) -> ModelConfig:

@@ -80,7 +80,11 @@ class PackedLoader:
         if self._batches is None:
             self._batches = iter(self._from(self.position))
             self._positions = (position for _, position in self.sampler.steps(self.position))
-        batch = next(self._batches)
+        try:
+            batch = next(self._batches)
+        except BaseException:
+            self.close()  # A later call starts again at this place, which has not been handed out.
+            raise
         self.position = next(self._positions)
         self.last = TokenCount(batch.num_tokens, batch.labels.numel())
         self.consumed += self.last

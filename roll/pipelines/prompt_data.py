@@ -13,7 +13,7 @@ from roll.data.prompts import answer_ids, encode_prompts
 from roll.data.tasks import ReasoningTask, load_reward_function
 from roll.pipelines.model_start import tokenizer_in
 from roll.pipelines.sft_data import SFTData, load_sft_data
-from roll.pipelines.warm_start import find_model, held_out_problems
+from roll.pipelines.warm_start import find_model, held_out_problems, learned_items
 from roll.protocol import DataProto
 
 
@@ -43,13 +43,15 @@ def load_prompt_data(config: PPOConfig) -> PromptData:
     problems = list(_files_in_the_way(config))
     load_reward_function(config.reward.function)
     task = ReasoningTask.of(config.task)
-    problems += held_out_problems(config, task)
+    learned = learned_items(config, task)
+    problems += held_out_problems(learned, task)
     if problems:
         raise ConfigError(problems)
     model, warm_start = find_model(config), None
     if model is not None:
         HfFolder(model, config.architecture).check("lm")
-        tokenizer = tokenizer_in("model_path", model, config.architecture)
+        setting = "model_path" if config.warm_start is None else "warm_start"
+        tokenizer = tokenizer_in(setting, model, config.architecture)
     else:
         assert config.warm_start is not None, "there is one where there is no model"
         try:
@@ -57,8 +59,7 @@ def load_prompt_data(config: PPOConfig) -> PromptData:
         except ConfigError as error:
             raise error.under("warm_start") from error
         tokenizer = warm_start.tokenizer
-    if config.warm_start is not None and config.warm_start.data.task is not None:
-        answer_ids(task.train, tokenizer, config.rollout.max_new_tokens)  # What is learned must fit into a response.
+    answer_ids(learned, tokenizer, config.rollout.max_new_tokens)  # What is learned must fit into a response.
     train, held_out = (
         encode_prompts(items, tokenizer, config.task.max_prompt_tokens) for items in (task.train, task.eval)
     )

@@ -64,21 +64,26 @@ def run_sft(config: SFTConfig, data: SFTData, console: Console | None = None) ->
     Args:
         data: from `load_sft_data(config)`, which finds what is wrong before anything is started.
 
+    What an earlier run of the same name has left is kept until this one has its model, and its first batch or the
+    checkpoint.
+
     Raises:
         ValueError: the launcher has started another number of ranks, or it cannot be resumed as `step_to_resume`
             says; on every rank alike.
     """
-    launched = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    if launched != config.world_size:
-        raise ConfigError([Problem("world_size", f"{config.world_size}, but {launched} ranks were started")])
+    check_ranks(config)
     resume_after = step_to_resume(config, data.train)
     with ExitStack() as cleanup:
         state = cleanup.enter_context(parallel_groups(config.parallel, timeout_s=config.process_group_timeout_s))
-        checkpoints = SFTCheckpoints(config.run_dir)
+        checkpoints = SFTCheckpoints(config)
+        run = SFTRun(config, data, state, checkpoints)
+        cleanup.callback(run.loader.close)
+        run.prepare(resume_after)
+        dist.barrier()  # All ranks have come this far, or nothing is removed.
         if resume_after is None:
             checkpoints.remove()
         # Where there is a final model, it is that of the settings beside it.
-        on_rank_0(lambda: shutil.rmtree(config.run_dir / FINAL_MODEL, ignore_errors=True))
+        on_rank_0(lambda: _remove_whole(config.run_dir / FINAL_MODEL))
         tracker: RunTracker | Unseen = Unseen()
         if state.rank == state.degrees.reporters[0]:
             tracker = cleanup.enter_context(
@@ -95,24 +100,28 @@ def run_sft(config: SFTConfig, data: SFTData, console: Console | None = None) ->
             )
         for note in data.notes:
             tracker.note(note)
-        run = SFTRun(config, data, state, checkpoints, tracker)
-        cleanup.callback(run.loader.close)
-        run.run(resume_after)
+        run.run(tracker, resume_after)
+
+
+def check_ranks(config: SFTConfig) -> None:
+    """Raise ConfigError if the launcher has started another number of ranks than the config says."""
+    launched = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != config.world_size:
+        raise ConfigError([Problem("world_size", f"{config.world_size}, but {launched} ranks were started")])
+
+
+def _remove_whole(folder: Path) -> None:
+    """Remove a folder so that no half of it is ever there under its name."""
+    if folder.exists():
+        shutil.rmtree(folder.rename(folder.with_name(f"{folder.name}.removed")))
 
 
 class SFTRun:
     """The training loop of one rank."""
 
-    def __init__(
-        self,
-        config: SFTConfig,
-        data: SFTData,
-        state: ParallelState,
-        checkpoints: SFTCheckpoints,
-        tracker: RunTracker | Unseen,
-    ) -> None:
-        self.config, self.state = config, state
-        self.checkpoints, self.tracker = checkpoints, tracker
+    def __init__(self, config: SFTConfig, data: SFTData, state: ParallelState, checkpoints: SFTCheckpoints) -> None:
+        self.config, self.state, self.checkpoints = config, state, checkpoints
+        self.tracker: RunTracker | Unseen = Unseen()
         self.process = data_process(
             use_packed_dataset=config.use_packed_dataset,
             micro_bsz=config.micro_bsz,
@@ -121,22 +130,26 @@ class SFTRun:
             sp_rank=state.cp.rank(),
             sp_size=state.cp.size(),
         )
-        with tracker.phase("start"):
-            self.strategy = MegatronTrainStrategy(config.strategy_settings(self._model_folder(data)), state)
-            self.strategy.initialize()
+        self.strategy = MegatronTrainStrategy(config.strategy_settings(self._model_folder(data)), state)
+        self.strategy.initialize()
         ramp_up = None if config.ramp_up is None else RampUp(**config.ramp_up.model_dump())
         self.loader = self._loader(data.train, config.micro_num, ramp_up)
         self.held_out = self._held_out(data.held_out)
+        self._first: list[Any] | None = None
 
-    def run(self, resume_after: int | None = None) -> None:
+    def prepare(self, resume_after: int | None) -> None:
+        """Load the checkpoint, or read the first batch: if that fails, nothing has been changed yet."""
+        if resume_after is None:
+            self._first = load_batch(self.loader, self.strategy.device)[0]
+        else:
+            self.checkpoints.load(self.strategy, self.loader)
+
+    def run(self, tracker: RunTracker | Unseen, resume_after: int | None) -> None:
         """All steps, with a measurement before the first, every `eval_every` steps, and after the last."""
         config = self.config
-        if resume_after is None:
-            if self.held_out:
-                self.tracker.log(0, self.evaluate())
-        else:
-            with self.tracker.phase("start"):
-                self.checkpoints.load(self.strategy, self.loader)
+        self.tracker = tracker
+        if resume_after is None and self.held_out:
+            tracker.log(0, self.evaluate())
         for step in range((resume_after or 0) + 1, config.steps + 1):
             metrics, tokens = self.step()
             if self.held_out and (step % config.eval_every == 0 or step == config.steps):
@@ -151,7 +164,7 @@ class SFTRun:
     def step(self) -> tuple[dict[str, float], int]:
         """One optimizer step; its metrics, and the number of tokens that all ranks had in their packs."""
         with self.tracker.phase("data"):
-            batch, _ = load_batch(self.loader, self.strategy.device)
+            batch, self._first = self._first or load_batch(self.loader, self.strategy.device)[0], None
         with self.tracker.phase("train"):
             metrics = self.strategy.train_tokens(list(load_accum_batches(batch, self.process)))
         count = torch.tensor([self.loader.last.real, self.loader.last.total], device=self.strategy.device)

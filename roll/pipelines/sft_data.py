@@ -43,8 +43,8 @@ def load_sft_data(config: SFTConfig) -> SFTData:
     except ConfigError as error:
         raise error.under("model") from error
     sources = open_sources(config, tokenizer)
-    train = _packs(config, sources.train, config.seed)
-    held_out = None if sources.held_out is None else _packs(config, sources.held_out, None)
+    train = _packs(config, "to train on", sources.train, config.seed)
+    held_out = None if sources.held_out is None else _packs(config, "held out", sources.held_out, None)
     notes = [f"{len(sources.train)} samples to train on, {train.num_tokens} tokens in {len(train)} packs"]
     if sources.held_out is not None:
         notes.append(f"{len(sources.held_out)} samples held out, {sources.held_out.lengths.sum()} tokens")
@@ -53,7 +53,9 @@ def load_sft_data(config: SFTConfig) -> SFTData:
     return SFTData(tokenizer, train, held_out, tuple(notes))
 
 
-def _packs(config: SFTConfig, source: SampleSource, seed: int | None) -> PackedDataset:
+def _packs(config: SFTConfig, what: str, source: SampleSource, seed: int | None) -> PackedDataset:
+    if not source.lengths.sum():
+        raise ConfigError([Problem("data", f"the {len(source)} samples {what} hold no token")])
     return PackedDataset(
         source,
         micro_bsz=config.micro_bsz,

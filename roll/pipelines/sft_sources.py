@@ -38,13 +38,26 @@ def open_sources(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Sourc
     if data.task is not None:
         task, length = ReasoningTask.of(data.task), data.task.max_prompt_tokens
         return Sources(TaskAnswers(task.train, tokenizer, length), TaskAnswers(task.eval, tokenizer, length))
+    _check_files_are_held_out(data.files, data.held_out_files)
     source = _from_files(config, "files", data.files, tokenizer)
     unknown = source.num_unknown if isinstance(source, Paragraphs) else 0
     if data.held_out_share:
-        return Sources(*hold_out(source, data.held_out_share, config.seed), unknown)
+        try:
+            return Sources(*hold_out(source, data.held_out_share, config.seed), unknown)
+        except ValueError as error:
+            raise ConfigError([Problem("data.held_out_share", str(error))]) from error
     if data.held_out_files:
         return Sources(source, _from_files(config, "held_out_files", data.held_out_files, tokenizer), unknown)
     return Sources(source, None, unknown)
+
+
+def _check_files_are_held_out(files: Sequence[str], held_out: Sequence[str]) -> None:
+    both = {path.resolve() for path in _matches("files", files)} & {
+        path.resolve() for path in _matches("held_out_files", held_out)
+    }
+    if both:
+        found = ", ".join(sorted(map(str, both)))
+        raise ConfigError([Problem("data.held_out_files", f"also among data.files: {found}")])
 
 
 def _from_files(

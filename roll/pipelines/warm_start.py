@@ -5,24 +5,23 @@ It is the run that `examples/run_sft.py` makes of the same settings, in the same
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from roll.config import ConfigError, PPOConfig, Problem, SFTConfig, load_config
-from roll.data.tasks import ReasoningTask
+from roll.data.tasks import ReasoningTask, TaskItem
 from roll.pipelines.local_ranks import run_on_ranks
 from roll.pipelines.sft import FINAL_MODEL, run_sft
 from roll.pipelines.sft_data import SFTData
-
-NOT_OF_THE_MODEL = frozenset({"output_dir", "eval_every", "save_every", "resume", "process_group_timeout_s"})
-"""Settings of a supervised run that its final model does not depend on."""
+from roll.pipelines.sft_settings import differences, shaping_settings
 
 
 def find_model(config: PPOConfig) -> Path | None:
     """The folder of the model that the run starts from; None if the warm start has to make it.
+
+    Settings are compared, not the contents of the files that they name.
 
     Raises ConfigError if the folder of the warm start holds a finished run with other settings.
     """
@@ -32,42 +31,41 @@ def find_model(config: PPOConfig) -> Path | None:
     final = warm_start.run_dir / FINAL_MODEL
     if not final.is_dir():
         return None
-    made_with = load_config(SFTConfig, warm_start.run_dir / "config.yaml")
-    differing = list(_differences(_shaping(made_with), _shaping(warm_start)))
+    found = f"{warm_start.run_dir} holds a run"
+    way_out = "remove it, or give warm_start.name another value"
+    try:
+        made_with = load_config(SFTConfig, warm_start.run_dir / "config.yaml")
+    except ConfigError as error:
+        raise ConfigError([Problem("warm_start", f"{found} whose config.yaml is of no use: {way_out}")]) from error
+    differing = list(differences(shaping_settings(made_with), shaping_settings(warm_start)))
     if differing:
-        text = f"{warm_start.run_dir} holds a run with other settings ({'; '.join(differing)})"
-        raise ConfigError([Problem("warm_start", f"{text}; remove it, or give warm_start.name another value")])
+        raise ConfigError([Problem("warm_start", f"{found} with other settings ({'; '.join(differing)}): {way_out}")])
     return final
 
 
 def make_model(warm_start: SFTConfig, data: SFTData, console: Console) -> Path:
     """Run the warm start on ranks of this machine; the folder of its final model."""
     console.print(f"warm start: making {warm_start.run_dir}")
-    run_on_ranks(run_sft, warm_start.model_copy(update={"resume": False}), data, world_size=warm_start.world_size)
+    run_on_ranks(run_sft, warm_start, data, world_size=warm_start.world_size)
     return warm_start.run_dir / FINAL_MODEL
 
 
-def held_out_problems(config: PPOConfig, task: ReasoningTask) -> Iterator[Problem]:
-    """Answers to held-out problems show nothing if the warm start learns them."""
+def learned_items(config: PPOConfig, task: ReasoningTask) -> tuple[TaskItem, ...]:
+    """The problems whose answers the warm start learns; `task` is that of `config`, not to be made twice."""
     theirs = None if config.warm_start is None else config.warm_start.data.task
-    if theirs is None or theirs == config.task:
-        return
-    learned = {item.prompt for item in ReasoningTask.of(theirs).train}
-    both = [item.prompt for item in task.eval if item.prompt in learned]
+    if theirs is None:
+        return ()
+    return task.train if theirs == config.task else ReasoningTask.of(theirs).train
+
+
+def held_out_problems(learned: Sequence[TaskItem], task: ReasoningTask) -> Iterator[Problem]:
+    """Answers to held-out problems show nothing if the warm start learns them, in whatever words it asks."""
+
+    def problem(item: TaskItem) -> tuple[str, str | None]:
+        return item.entry["question"], item.answer
+
+    known = set(map(problem, learned))
+    both = [item.prompt for item in task.eval if problem(item) in known]
     if both:
-        yield Problem(
-            "task", f"{len(both)} of its held-out problems are learned in the warm start, such as {both[0]!r}"
-        )
-
-
-def _shaping(config: SFTConfig) -> dict[str, Any]:
-    return config.model_dump(mode="json", exclude=set(NOT_OF_THE_MODEL))
-
-
-def _differences(theirs: Any, ours: Any, path: str = "") -> Iterator[str]:
-    """Each setting that differs, with its values there and here."""
-    if isinstance(theirs, dict) and isinstance(ours, dict):
-        for name in dict.fromkeys([*theirs, *ours]):
-            yield from _differences(theirs.get(name), ours.get(name), f"{path}.{name}" if path else name)
-    elif theirs != ours:
-        yield f"{path} {theirs!r} there, {ours!r} here"
+        found = f"{len(both)} of its held-out problems are learned in the warm start, such as {both[0]!r}"
+        yield Problem("task", found)

@@ -162,7 +162,7 @@ class MegatronInferStrategy(InferenceStrategy):
         Every rank has equally many, and the ranks that share a batch the same (in mode isp each its own part).
         """
         own_tokens = [OwnTokens.of(micro_batch, self.split) for micro_batch in micro_batches]
-        num_labels = count_labels(own_tokens, self.state, self.device)
+        num_labels = count_labels(own_tokens, self.state, self.model_config.vocab_size, self.device)
         if num_labels == 0:
             return math.nan
         self.model.eval()

@@ -84,7 +84,7 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
             As `train_step`, with `tokens`, the number of labels.
         """
         own_tokens = [OwnTokens.of(micro_batch, self.split) for micro_batch in micro_batches]
-        num_labels = count_labels(own_tokens, self.state, self.device)
+        num_labels = count_labels(own_tokens, self.state, self.model_config.vocab_size, self.device)
         if num_labels == 0:
             return self._skipped() | {"tokens": 0.0}
         forward = partial(token_forward_step, self.gpt, num_labels, self.settings.token_chunk)

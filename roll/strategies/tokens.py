@@ -72,16 +72,31 @@ def _packed_isp(data: Data, split: SequenceSplit) -> PackedSequence:
     return PackedSequence.unpacked(rows, own_length * split.ranks, split, device=ids.device)
 
 
-def count_labels(micro_batches: Sequence[OwnTokens], state: ParallelState, device: torch.device) -> int:
+def count_labels(
+    micro_batches: Sequence[OwnTokens], state: ParallelState, vocab_size: int, device: torch.device
+) -> int:
     """Labels that are learned, of the whole step: all micro-batches of all ranks that have different tokens.
 
     Collective over these ranks.
+
+    Raises:
+        ValueError: on all of them alike, if one has ids or labels outside the vocabulary, or another number of
+            micro-batches than the first: its gradients would be wrong, or waited for in vain.
     """
-    count = torch.zeros((), dtype=torch.int64, device=device)
-    for micro_batch in micro_batches:
-        count += (micro_batch.labels != IGNORED).sum()
-    dist.all_reduce(count, group=state.megatron.dp_cp)
-    return int(count)
+    counts = torch.zeros(3, dtype=torch.int64, device=device)  # micro-batches, labels, ids outside the vocabulary
+    counts[0] = len(micro_batches)
+    for tokens in micro_batches:
+        learned = tokens.labels[tokens.labels != IGNORED]
+        counts[1] += learned.numel()
+        counts[2] += sum(((ids < 0) | (ids >= vocab_size)).sum() for ids in (tokens.input_ids, learned))
+    everyone = [torch.empty_like(counts) for _ in range(state.megatron.dp_cp.size())]
+    dist.all_gather(everyone, counts, group=state.megatron.dp_cp)
+    numbers, labels, outside = torch.stack(everyone).T.tolist()
+    if sum(outside):
+        raise ValueError(f"{sum(outside)} token ids or labels are outside the vocabulary of {vocab_size}")
+    if len(set(numbers)) > 1:
+        raise ValueError(f"ranks have different numbers of micro-batches: {numbers}")
+    return int(sum(labels))
 
 
 def token_forward_step(

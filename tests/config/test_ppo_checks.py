@@ -109,6 +109,10 @@ REFUSALS = {
     ],
     "model_path=no/such/folder warm_start=null": ["model_path: no/such/folder: there is no such model folder"],
     "warm_start.name=base": ["warm_start.name: must not be the name of this run, whose folder is runs/base"],
+    "warm_start.name=base warm_start.output_dir=runs/../runs": [
+        "warm_start.name: must not be the name of this run, whose folder is runs/base"
+    ],
+    "warm_start.resume=true": ["warm_start.resume: must be false: a warm start that has not ended is run anew"],
     "warm_start.seq_len=65": ["warm_start.seq_len: 65 is over the model's context of 64 tokens"],
     # roles
     "actor.strategy=megatron_infer": ["actor.strategy: must be 'megatron_train', got 'megatron_infer'"],

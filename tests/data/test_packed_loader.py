@@ -143,6 +143,17 @@ def test_an_error_in_the_worker_is_raised_here() -> None:
         list(loader(prefetch=2, vocab_size=301, seed=None))
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_error_leaves_the_loader_where_it_was(prefetch: int) -> None:
+    broken = loader(prefetch=prefetch, vocab_size=301, seed=None)
+    states = [broken.state_dict()]
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        states.extend(broken.state_dict() for _ in broken)
+    assert len(states) > 1 and broken.state_dict() == states[-1]
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        next(broken)
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [

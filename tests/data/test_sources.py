@@ -6,11 +6,12 @@ import json
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from roll.data import ListSource, Sample, SampleSource, TokenizedFolder
+from roll.data import ListSource, Sample, SampleSource, TokenizedFolder, build_pack
 from roll.data.sources.tokenized_folder import write_tokenized
 
 
@@ -88,6 +89,8 @@ LINES = ['{"tokens": [1, 2]}\n', '{"tokens": [3]}\n']  # 19 and 16 bytes
         (LINES, [(-4, 2), (19, 1)], r"a\.bin\.meta entry 1 is \(-4, 2\)"),
         (LINES, [(0, -2), (19, 1)], r"a\.bin\.meta entry 1 is \(0, -2\)"),
         (LINES, [], r"a\.bin\.meta has no entry, a\.bin has 35 bytes"),
+        (LINES, [(0, 2)], r"a\.bin\.meta has 1 entries, a\.bin has lines behind that of the last"),
+        (LINES, [(19, 1)], r"a\.bin\.meta entry 1 begins at byte 19, not where a\.bin begins"),
         (LINES, [(0, 2, 1), (19, 1, 1)], r"must hold integers \[n, 2\], got int64 \[2, 3\]"),
         (LINES, [(0.0, 2.0)], r"must hold integers \[n, 2\], got float64 \[1, 2\]"),
     ],
@@ -104,7 +107,12 @@ def test_files_that_do_not_match_are_refused_at_once(
     ("lines", "meta", "index", "message"),
     [
         (['{"tokens": [1, \n', *LINES], [(0, 2), (16, 2), (35, 1)], 0, r"line 1: no JSON object .* at byte 0"),
-        (LINES, [(0, 2), (18, 1)], 1, r"line 2: no JSON object .* at byte 18: the line is torn, or the meta"),
+        (
+            [*LINES, LINES[1]],
+            [(0, 2), (18, 1), (35, 1)],
+            1,
+            r"line 2: no JSON object .* at byte 18: the line is torn, or the meta",
+        ),
         (LINES, [(0, 2), (19, 2)], 1, r"line 2: the meta file says 2 tokens, the line holds 1 tokens"),
         (['{"text": "x"}\n'], [(0, 2)], 0, r"line 1: no JSON object"),
         (["[1, 2]\n"], [(0, 2)], 0, r"line 1: no JSON object"),
@@ -138,3 +146,9 @@ def test_ids_outside_the_vocabulary_are_named() -> None:
     sample.check_vocabulary(10)
     with pytest.raises(ValueError, match=r"rows\.bin line 7: token 1 has id 9, outside the vocabulary of 9"):
         sample.check_vocabulary(9)
+
+
+@pytest.mark.parametrize("samples", [[1, 2], [[1, 2], 3], [None]])
+def test_a_sample_that_is_no_list(samples: Any) -> None:
+    with pytest.raises(ValueError, match=r"^sample \d must be a list of token ids, got"):
+        build_pack(samples, micro_bsz=1, seq_len=4)

@@ -65,6 +65,14 @@ def test_a_prompt_and_its_response_in_a_template() -> None:
     assert runs == ["2<eos>"]
 
 
+def test_the_end_of_an_answer_is_the_end_token_for_a_tokenizer_that_reads_none() -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.split_special_tokens = True
+    encoded = encode_response("1+1", "2", tokenizer, "here")
+    learned_ids = [token for token, is_learned in zip(*encoded, strict=True) if is_learned]
+    assert learned_ids == [*tokenizer.encode("2"), tokenizer.eos_token_id]
+
+
 def test_every_answer_of_a_conversation_is_learned_and_nothing_else() -> None:
     tokenizer = chat_tokenizer()
     messages = [

@@ -103,6 +103,10 @@ def test_answers_that_the_warm_start_learns_must_fit(tmp_path: Path) -> None:
     assert load(tmp_path).warm_start is not None
     with pytest.raises(ValueError, match="with its end token, max_new_tokens is 3"):
         load(tmp_path, "rollout.max_new_tokens=3")
+    # It is the warm start's answers that count.
+    longer = "warm_start.data.task.params={min_word_len: 10, max_word_len: 12}"
+    with pytest.raises(ValueError, match="with its end token, max_new_tokens is 10"):
+        load(tmp_path, longer, "warm_start.data.task.max_prompt_tokens=14")
 
 
 def test_a_warm_start_that_learns_held_out_problems_is_refused(tmp_path: Path) -> None:
@@ -110,6 +114,10 @@ def test_a_warm_start_that_learns_held_out_problems_is_refused(tmp_path: Path) -
         ConfigError, match=r"^task: \d+ of its held-out problems are learned in the warm start, such as"
     ):
         load(tmp_path, "task.eval_size=32")
+    with pytest.raises(
+        ConfigError, match=r"^task: \d+ of its held-out problems are learned in the warm start, such as"
+    ):
+        load(tmp_path, "task.eval_size=32", "task.prompt='{word}, back:'", "task.max_prompt_tokens=16")
     load(tmp_path, "task.train_size=32")  # Fewer to train on, but the same that are held out.
 
 
@@ -141,10 +149,15 @@ def test_a_finished_warm_start_is_used_unless_it_had_other_settings(tmp_path: Pa
         load(tmp_path, "warm_start.steps=3", "warm_start.optimizer.lr=0.5")
     assert str(refusal.value) == (
         f"warm_start: {tmp_path}/runs/sft_cpu holds a run with other settings (optimizer.lr 0.001 "
-        "there, 0.5 here; steps 2 there, 3 here); remove it, or give warm_start.name another value"
+        "there, 0.5 here; steps 2 there, 3 here): remove it, or give warm_start.name another value"
     )
     # One that was stopped has no final model, and is run again.
     assert load(tmp_path, "warm_start.name=other").warm_start is not None
+    (tmp_path / "runs" / "sft_cpu" / "config.yaml").write_text("steps: 3")
+    with pytest.raises(
+        ConfigError, match=r"^warm_start: .*sft_cpu holds a run whose config.yaml is of no use: remove it"
+    ):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize(("file", "setting"), [("runs", "output_dir"), ("runs/run", "name")])

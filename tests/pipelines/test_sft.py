@@ -27,7 +27,7 @@ from roll.data.tokenizer import build_char_tokenizer
 from roll.pipelines.sft import run_sft
 from roll.pipelines.sft_data import load_sft_data
 from tests.pipelines.small_run import end
-from tests.rank_pool import RankPool
+from tests.rank_pool import RankError, RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "sft_text_cpu.yaml"
@@ -213,11 +213,34 @@ def test_what_cannot_be_run_is_refused_and_leaves_all_as_it_was(ranks: RankPool,
     stopped = [f"output_dir={tmp_path}", "name=stopped", "world_size=1"]
     ranks.run(train, [*stopped, "steps=2", "save_every=2"], world_size=1)
     before = {path: path.read_bytes() for path in (tmp_path / "stopped").glob("*.*")}
-    with pytest.raises(ValueError, match=r"^resume: the saved num_packs is \d+, this dataset's is \d+$"):
+    with pytest.raises(ValueError, match=r"^resume: the checkpoint has other settings: seq_len 32 there, 64 here$"):
         train([*stopped, "resume=true", "seq_len=64"])
+    with pytest.raises(
+        ValueError, match=r"other settings: seed 0 there, 1 here; .*optimizer.lr 0.001 there, 0.5 here$"
+    ):
+        train([*stopped, "resume=true", "seed=1", "optimizer={lr: 0.5}"])
     with pytest.raises(ValueError, match=r"^steps: 1 is less than the checkpoint's 2$"):
         train([*stopped, "resume=true", "steps=1"])
     assert before == {path: path.read_bytes() for path in (tmp_path / "stopped").glob("*.*")}
+    # Bad data, which only reading shows: the earlier run is still there.
+    write_tokenized(tmp_path / "bad.bin", [[1, 999]] * 40)
+    bad = ["data.kind=tokenized", f"data.files=[{tmp_path / 'bad.bin'}]", "data.held_out_share=0"]
+    with pytest.raises(RankError, match=r"bad\.bin line \d+: token 1 has id 999, outside the vocabulary of 100"):
+        ranks.run(train, [*stopped, *bad], world_size=1)
+    assert before == {path: path.read_bytes() for path in (tmp_path / "stopped").glob("*.*")}
+    shutil.move(tmp_path / "stopped" / "checkpoints" / "step_00002", tmp_path / "gone")
+    with pytest.raises(ValueError, match=r"^resume: .*newest\.json names step 2, of which there is no folder$"):
+        train([*stopped, "resume=true"])
+    (tmp_path / "stopped" / "checkpoints" / "newest.json").write_text("{")
+    with pytest.raises(ValueError, match=r"^resume: .*newest\.json is damaged"):
+        train([*stopped, "resume=true"])
+    assert before == {path: path.read_bytes() for path in (tmp_path / "stopped").glob("*.*")}
+    same = f"data.held_out_files=[{ROOT}/./README.md]"
+    with pytest.raises(ValueError, match=r"^data\.held_out_files: also among data\.files: .*README\.md$"):
+        train([f"output_dir={tmp_path}", "name=none", "data.held_out_share=0", same])
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(ValueError, match=r"^data: the 0 samples to train on hold no token$"):
+        train([f"output_dir={tmp_path}", "name=none", "data.held_out_share=0", f"data.files=[{tmp_path}/empty.txt]"])
     with pytest.raises(ValueError, match=r"^world_size: 2, but 1 ranks were started$"):
         train([f"output_dir={tmp_path}", "name=none"])
     with pytest.raises(ValueError, match=r"^data\.files: nothing is at 'no/\*\.txt'$"):

@@ -188,3 +188,35 @@ def test_micro_batches_and_steps_without_a_label(ranks: RankPool, folder: Path, 
         assert with_silent["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-6)
         assert nothing["skipped_steps"] == 1
         assert nothing["tokens"] == 0
+
+
+def unequal_steps(folder: Path, layout: dict[str, Any]) -> list[Any]:
+    """Rank 1 of two data-parallel ranks has no label, then ids outside the vocabulary, then one micro-batch too few."""
+    with parallel_groups(settings(folder, **dict(layout)).parallel) as state:
+        process = processing(state, packed=True)
+        dataset = PackedDataset(ListSource(sentences()), **PACK)
+        batch, _ = load_batch(PackedLoader(dataset, PackBatchSampler(len(dataset), micro_num=2), prefetch=0))
+        first, second = load_accum_batches(batch, process)
+        silent = first[0], torch.full_like(first[1], IGNORED)
+        outside = first[0], torch.full_like(first[1], TINY.vocab_size)
+        other = state.at.dp == 1
+        strategy = strategy_of(folder, dict(layout), state)
+        results: list[Any] = [strategy.train_tokens([silent if other else first])]
+        for wrong in ([outside], []):
+            try:
+                strategy.train_tokens([*wrong, second] if other else [first, second])
+            except ValueError as error:
+                results.append(str(error))
+        results.append(strategy.train_tokens([first]))
+        return results
+
+
+@pytest.mark.parametrize("layout", [{}, {"mode": "isp", "wp": 2}], ids=name_of)
+def test_a_rank_without_labels_and_ranks_that_disagree(ranks: RankPool, folder: Path, layout: dict[str, Any]) -> None:
+    ((expected, *_),) = ranks.run(unequal_steps, folder, {}, world_size=1)
+    for step, outside, unequal, _ in ranks.run(unequal_steps, folder, layout, world_size=2):
+        assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6)
+        assert step["tokens"] == expected["tokens"]
+        tokens = PACK["micro_bsz"] * PACK["seq_len"]
+        assert outside == f"{tokens} token ids or labels are outside the vocabulary of {TINY.vocab_size}"
+        assert unequal == "ranks have different numbers of micro-batches: [2, 1]"

@@ -105,8 +105,12 @@ def _end_of_answer(text: str, start: int, tokenizer: PreTrainedTokenizerBase) ->
 def _encode(parts: Iterator[tuple[str, bool]] | list[tuple[str, bool]], tokenizer: Any, origin: str) -> EncodedText:
     ids: list[int] = []
     in_loss: list[bool] = []
+    end_token = tokenizer.eos_token
     for text, learned in parts:
-        part = tokenizer.encode(text, add_special_tokens=False)
+        # The end token is one token, also for a tokenizer that reads no special tokens out of texts.
+        ends = learned and end_token and text.endswith(end_token)
+        text = text.removesuffix(end_token) if ends else text
+        part = tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id] * bool(ends)
         if tokenizer.unk_token_id in part:
             check_characters([text], tokenizer, what=f"{origin}: prompt and response")
         ids += part

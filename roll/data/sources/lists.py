@@ -14,6 +14,9 @@ class ListSource:
 
     def __init__(self, samples: Sequence[Sequence[int] | Ids]) -> None:
         self._samples = samples
+        for number, sample in enumerate(samples):
+            if not hasattr(sample, "__len__"):
+                raise ValueError(f"sample {number} must be a list of token ids, got {sample!r}")
         self._lengths = np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))
 
     @property

@@ -138,3 +138,9 @@ def _check_offsets(file: Path, meta_file: Path, meta: Ids) -> None:
         stream.seek(size - 1)
         if stream.read(1) != b"\n":
             raise ValueError(f"{file} line {len(meta)} is torn: the file does not end with a line break")
+        if meta[0, 0] != 0:
+            raise ValueError(f"{meta_file} entry 1 begins at byte {meta[0, 0]}, not where {file.name} begins")
+        stream.seek(last)
+        stream.readline()
+        if stream.tell() != size:
+            raise ValueError(f"{meta_file} has {len(meta)} entries, {file.name} has lines behind that of the last")
