@@ -129,9 +129,9 @@ def made_in(process: int) -> OnlyHere:
 def objects_that_cannot_be_read() -> list[str]:
     """The errors of objects that a receiver cannot make and of ones that the leader cannot pickle."""
     heard = []
+    way, batch = delivery_of((0, 1)), DataProto.from_dict({"x": torch.ones(1)}, {"o": [OnlyHere()]})
     with pytest.raises(ValueError, match="unpickled") as caught:
-        batch = DataProto.from_dict({"x": torch.ones(1)}, {"o": [OnlyHere()]})
-        delivery_of((0, 1)).deliver(batch, non_tensor=True)
+        way.deliver(batch, non_tensor=True)
     heard.append(str(caught.value))
     with pytest.raises(ValueError, match="broadcast_obj") as caught:
         broadcast_obj(lambda: 0, dist.group.WORLD)
