@@ -130,11 +130,11 @@ def through_ray(rounds: int) -> None:
         cluster.call("start")
 
         def copies() -> None:
-            ray.get([actor.execute.remote("take", False, data) for actor in cluster.actors])
+            ray.get([actor.execute.remote("take", "nothing", data) for actor in cluster.actors])
 
         def one_pickle() -> None:
             reference = ray.put(data)
-            ray.get([actor.execute.remote("take", False, reference) for actor in cluster.actors])
+            ray.get([actor.execute.remote("take", "nothing", reference) for actor in cluster.actors])
 
         def delivered(rows_on: Any) -> None:
             cluster.rows_on = rows_on

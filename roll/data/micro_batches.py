@@ -21,8 +21,14 @@ def cut_micro_batches(
 ) -> tuple[list[DataProto], list[int]]:
     """The micro-batches of this rank's share, and the share's row numbers in the order in which they appear.
 
-    A plan that came with the batch decides; without one (no driver), the share is planned by itself.
+    A plan that came with the batch decides; without one (no driver), the share is planned by itself. A share without
+    rows is one micro-batch without rows, so that its rank takes part in what the others do together.
+
+    Raises ValueError if the plan deals this rank another number of rows.
     """
+    check_dealt(batch, dp_rank)
+    if len(batch) == 0:
+        return [batch], []
     if batch.plan is not None:
         cuts = [list(rows) for rows in batch.plan.shares[dp_rank]]
     else:
@@ -30,6 +36,25 @@ def cut_micro_batches(
         assert plan is not None
         cuts = [[plan.rows[0][row] for row in rows] for rows in plan.shares[0]]
     return [batch.select_idxs(rows) for rows in cuts], [row for rows in cuts for row in rows]
+
+
+def check_dealt(batch: DataProto, dp_rank: int, dp_size: int | None = None) -> None:
+    """Refuse a batch that is not the share which its plan deals to this data-parallel rank, of `dp_size` if given.
+
+    A whole batch that carries its plan, but was not dealt, would be cut into rows of other ranks' shares.
+    """
+    if batch.plan is None:
+        return
+    rows = batch.plan.rows
+    if dp_rank >= len(rows) or (dp_size is not None and dp_size != len(rows)):
+        raise ValueError(
+            f"the plan deals to {len(rows)} data-parallel ranks, this is rank {dp_rank} of {dp_size or 'more'}"
+        )
+    if len(batch) != len(rows[dp_rank]):
+        raise ValueError(
+            f"the plan deals {len(rows[dp_rank])} of {batch.plan.num_rows} rows to data-parallel rank {dp_rank}, its "
+            f"batch has {len(batch)}; a rank is given batch.select_idxs(plan.rows[dp_rank]).with_plan(plan)"
+        )
 
 
 def _lengths(batch: DataProto) -> list[int]:

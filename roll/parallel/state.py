@@ -127,7 +127,7 @@ def init_parallel(settings: ParallelSettings, *, timeout_s: float = 600.0) -> Pa
         pipeline_model_parallel_size=degrees.pp,
         context_parallel_size=degrees.cp,
         order=degrees.order,
-        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+        distributed_timeout_minutes=timeout_s / 60,  # It becomes a timedelta, which takes parts of minutes.
         create_gloo_process_groups=platform.collective_backend != "gloo",
     )
     _fill_rng_tracker()

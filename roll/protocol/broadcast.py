@@ -6,6 +6,7 @@ tell of a leader's refusal and of ranks that do not come, is the business of `Ba
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,10 +22,20 @@ def broadcast_obj(obj: Any, group: dist.ProcessGroup | None) -> Any:
     """The first rank's object, on every rank of the group; it travels as a pickle.
 
     The first rank is the group's own first, whatever its global number.
+
+    Raises ValueError, on every rank, if the object cannot be pickled.
     """
-    objects = [obj if dist.get_rank(group) == 0 else None]
+    objects: list[Any] = [None, None]  # what the first rank could not do, the pickle
+    failed: Exception | None = None
+    if dist.get_rank(group) == 0:
+        try:
+            objects[1] = pickle.dumps(obj)
+        except Exception as error:  # noqa: BLE001 - whatever it is: the others wait, and must hear of it
+            failed, objects[0] = error, f"{type(error).__name__}: {error}"
     dist.broadcast_object_list(objects, src=dist.get_process_group_ranks(group)[0], group=group)
-    return objects[0]
+    if objects[0] is not None:
+        raise ValueError(f"broadcast_obj: the first rank's object cannot be pickled: {objects[0]}") from failed
+    return obj if dist.get_rank(group) == 0 else pickle.loads(objects[1])
 
 
 def broadcast_tensors(

@@ -9,10 +9,15 @@ other with, nobody has entered a collective when it fails, and all ranks that co
     words() ── waits                 verdict() ── waits
     no word of rank 2 within 60 s
     decide(error)  ────────────────▶ error                        verdict() ▶ error, whenever it comes
+
+Each call has one answer, and the first one stands: a verdict of the first rank, or of a rank that waited for it in
+vain, or the first rank's claim that its verdict will follow. It claims a call before it asks other groups what they
+decide, and so nobody gives up what the others have heard of as going on.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -20,6 +25,10 @@ from torch.distributed import Store
 
 PATIENCE = 4
 """For how many timeouts a rank waits for the first one, when all have come."""
+CLAIM_PATIENCE = 4 * PATIENCE
+"""For how many it waits for the verdict on a claimed call: longer than groups wait for each other, since only a first
+rank that is lost may be given up then."""
+_CLAIMED = b"claimed"  # an answer that is no verdict
 
 
 class MissingRanks(TimeoutError):
@@ -46,9 +55,15 @@ class RollCall:
         rank: this process.
         name: how messages call the group.
         timeout_s: how long the others wait for a rank.
+
+    Raises ValueError if `rank` is none of `ranks`, one stands there twice, or `timeout_s` is not positive.
     """
 
     def __init__(self, store: Store, ranks: Sequence[int], rank: int, name: str, timeout_s: float) -> None:
+        if rank not in ranks or len({*ranks}) != len(ranks):
+            raise ValueError(f"{name}: rank {rank} must be one of its ranks, each named once, got {list(ranks)}")
+        if not 0 < timeout_s < math.inf:
+            raise ValueError(f"{name}: timeout_s must be a positive number of seconds, got {timeout_s}")
         self._store, self.ranks, self._rank = store, tuple(ranks), rank
         self.name = f"{name} (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})"
         self.timeout_s = timeout_s
@@ -57,6 +72,8 @@ class RollCall:
         made = store.add(f"roll_call/{self.name}/made/{rank}", 1)
         self._prefix = f"roll_call/{self.name}/{made}"
         self._call = 0
+        self._answered: list[str] = []
+        """On the first rank: keys of calls whose answers a late rank may still want."""
 
     @property
     def decides(self) -> bool:
@@ -67,41 +84,68 @@ class RollCall:
         """Say that this rank has come to its next call."""
         self._call += 1
         self._store.set(self._word(self._rank), word)  # type: ignore[arg-type]  # bytes are as good as str
-        if self._call > 2:  # Who has come to the previous call has done with the one before.
+        if self._call > 2:  # Who has come to the previous call needs no words of the one before.
             self._store.delete_key(self._word(self._rank, before=2))
-            if self.decides:
-                self._store.delete_key(self._key("verdict", before=2))
 
     def words(self) -> list[bytes]:
         """What each rank said, in their order.
 
         Raises MissingRanks if some say nothing in time; the others still wait for `decide`.
         """
+        calls = self._answered
+        self._answered = [*calls, self._key("answer"), self._key("verdict")]
         try:
             words: list[bytes] = self._store.multi_get([self._word(rank) for rank in self.ranks])
         except RuntimeError as error:
             raise self._missing(error) from None
+        for key in calls:  # All have come to this call, so they have heard the answers to those before.
+            self._store.delete_key(key)
+        self._answered = self._answered[len(calls) :]
         return words
+
+    def claim(self) -> bytes | None:
+        """On the first rank: from now on it alone decides this call. The verdict of a rank that did so before, if any.
+
+        A claimed call is given up only if the first rank is silent for CLAIM_PATIENCE timeouts.
+        """
+        answer = self._put("answer", _CLAIMED)
+        return None if answer == _CLAIMED else answer
 
     def decide(self, verdict: bytes) -> bytes:
         """What holds for all ranks: `verdict`, unless a rank has decided before."""
-        decided: bytes = self._store.compare_set(self._key("verdict"), "", verdict)  # type: ignore[arg-type]
-        return decided
+        answer = self._put("answer", verdict)
+        return self._put("verdict", verdict) if answer == _CLAIMED else answer
 
     def verdict(self, refuse: Callable[[MissingRanks], bytes]) -> bytes:
         """What was decided; `refuse` says what this rank decides, if others do not come in time.
 
         The first rank may need longer, for instance to hear of other groups; while all have come, this rank waits on.
         """
-        for _ in range(PATIENCE):
+        answer = self._wait("answer", PATIENCE, for_absent=False)
+        if isinstance(answer, MissingRanks):
+            answer = self._put("answer", refuse(answer))
+        if answer == _CLAIMED:
+            answer = self._wait("verdict", CLAIM_PATIENCE, for_absent=True)
+        return self._put("verdict", refuse(answer)) if isinstance(answer, MissingRanks) else answer
+
+    def _wait(self, what: str, patience: int, *, for_absent: bool) -> bytes | MissingRanks:
+        """What a key of this call holds; or who is missing after `patience` timeouts, or after one if some are absent,
+        unless their absence is what is being waited for to be told.
+        """
+        for _ in range(patience):
             try:
-                decided: bytes = self._store.get(self._key("verdict"))
-                return decided
+                found: bytes = self._store.get(self._key(what))
+                return found
             except RuntimeError as error:
                 missing = self._missing(error)
-                if missing.ranks:
-                    return self.decide(refuse(missing))
-        return self.decide(refuse(missing))
+                if missing.ranks and not for_absent:
+                    return missing
+        return missing
+
+    def _put(self, what: str, value: bytes) -> bytes:
+        """What a key of this call holds: `value`, unless something is there."""
+        held: bytes = self._store.compare_set(self._key(what), "", value)  # type: ignore[arg-type]
+        return held
 
     def _missing(self, error: RuntimeError) -> MissingRanks:
         """The ranks that have said nothing, after a wait that ended with `error`, which is raised if it is another."""

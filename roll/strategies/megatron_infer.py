@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from roll.checkpoint.hf import load_weights
 from roll.checkpoint.tensor_sources import tensor_source
 from roll.config import ModelConfig, StrategySettings, check_parallel
-from roll.data.micro_batches import cut_micro_batches, join_results
+from roll.data.micro_batches import check_dealt, cut_micro_batches, join_results
 from roll.data.packing import PackedRows, pack_rows
 from roll.data.sequence_split import HeldTokens, SequenceSplit
 from roll.models.internlm2 import build_internlm2
@@ -128,11 +128,12 @@ class MegatronInferStrategy(InferenceStrategy):
     def _deliver(
         self, batch: DataProto, check: Callable[[DataProto], None], keys: Sequence[str] | None = None
     ) -> DataProto:
-        return self.delivery.deliver(batch, non_tensor=batch.broadcast_non_tensor, keys=keys, check=check)
+        return self.delivery.deliver(batch, keys=keys, check=check)
 
     def _check_batch(self, batch: DataProto) -> None:
         config = self.model_config
         check_model_batch(batch, vocab_size=config.vocab_size, max_positions=config.context_length)
+        check_dealt(batch, self.state.at.dp, self.state.degrees.dp)
 
     @torch.no_grad()
     def forward_step(self, batch: DataProto, forward_func: ForwardFunc) -> dict[str, Tensor] | None:

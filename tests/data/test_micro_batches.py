@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.config import MicroBatchSettings
-from roll.data.micro_batches import cut_micro_batches, join_results, with_plan
+from roll.data.micro_batches import check_dealt, cut_micro_batches, join_results, with_plan
 from roll.protocol import DataProto, MicroBatchPlan
 
 
@@ -137,3 +137,17 @@ def test_shares_come_back_in_the_rows_of_the_batch(
         collected.append(join_results([per_row(micro_batch) for micro_batch in micro_batches], order))
     for name, expected in per_row(batch).items():
         assert torch.equal(batch.plan.restore(torch.cat([results[name] for results in collected])), expected)
+
+
+def test_a_whole_batch_that_was_not_dealt_is_refused() -> None:
+    planned = with_plan(batch_of([2, 5, 4, 1]), 2, MicroBatchSettings(rows=1))
+    with pytest.raises(ValueError, match="the plan deals 2 of 4 rows to data-parallel rank 0, its batch has 4"):
+        cut_micro_batches(planned, MicroBatchSettings(rows=1), 0)
+    with pytest.raises(ValueError, match="the plan deals to 2 data-parallel ranks, this is rank 0 of 4"):
+        check_dealt(planned[:2].with_plan(planned.plan), 0, 4)
+
+
+def test_a_share_without_rows_is_one_micro_batch_without_rows() -> None:
+    micro_batches, order = cut_micro_batches(batch_of([3])[:0], MicroBatchSettings(rows=1), 0)
+    assert (row_numbers(micro_batches), order) == ([[]], [])
+    assert join_results([per_row(part) for part in micro_batches], order)["columns"].shape == (0, 2, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from typing import Any
 
@@ -110,3 +111,36 @@ def the_leaders_own_error() -> tuple[bool, str]:
 def test_the_leader_raises_its_error_itself(ranks: RankPool) -> None:
     message = "row 3 has 9 tokens, the model's context is 8"
     assert ranks.run(the_leaders_own_error, world_size=2) == [(True, message), (False, message)]
+
+
+class OnlyHere:
+    """An object that no other process can make."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return made_in, (os.getpid(),)
+
+
+def made_in(process: int) -> OnlyHere:
+    if process != os.getpid():
+        raise RuntimeError("cannot be made here")
+    return OnlyHere()
+
+
+def objects_that_cannot_be_read() -> list[str]:
+    """The errors of objects that a receiver cannot make and of ones that the leader cannot pickle."""
+    heard = []
+    way, batch = delivery_of((0, 1)), DataProto.from_dict({"x": torch.ones(1)}, {"o": [OnlyHere()]})
+    with pytest.raises(ValueError, match="unpickled") as caught:
+        way.deliver(batch, non_tensor=True)
+    heard.append(str(caught.value))
+    with pytest.raises(ValueError, match="broadcast_obj") as caught:
+        broadcast_obj(lambda: 0, dist.group.WORLD)
+    heard.append(str(caught.value))
+    assert broadcast_obj(dist.get_rank(), dist.group.WORLD) == 0  # the group works
+    return heard
+
+
+def test_objects_that_one_rank_cannot_read_or_write_are_refused_on_all(ranks: RankPool) -> None:
+    first, second = ranks.run(objects_that_cannot_be_read, world_size=2)
+    assert first == second
+    assert "rank 1: non_tensor_batch cannot be unpickled: RuntimeError: cannot be made here" in first[0]

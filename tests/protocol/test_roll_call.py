@@ -116,3 +116,38 @@ def test_the_time_that_others_are_given_is_that_of_the_call() -> None:
     store = server("hash").clone()
     RollCall(store, RANKS, 4, "the three", 7.5)
     assert store.timeout == timedelta(seconds=7.5)
+
+
+def test_who_comes_after_several_calls_hears_what_became_of_each() -> None:
+    store = server("hash")
+    calls = {rank: call_of(store, rank, timeout_s=0.3) for rank in RANKS}
+    expected = [f"refused: the three (ranks 4, 6, 7): rank 7 did not come to call {n} within 0.3 s" for n in (1, 2, 3)]
+    for refused in expected:
+        assert set(together({rank: lambda rank=rank: meet(calls[rank], "") for rank in (4, 6)}).values()) == {refused}
+    assert [meet(calls[7], "late") for _ in expected] == expected
+    for _ in range(2):
+        assert set(together({rank: lambda rank=rank: meet(calls[rank], "a") for rank in RANKS}).values()) == {"a a a"}
+    assert store.num_keys() <= 2 * 3 + 1 + 3
+
+
+def test_a_claimed_call_is_no_longer_refused_by_the_others() -> None:
+    store = server("hash")
+    calls = {rank: call_of(store, rank, timeout_s=0.1) for rank in RANKS}
+
+    def slow() -> str:
+        calls[4].arrive(b"")
+        calls[4].words()
+        assert calls[4].claim() is None
+        time.sleep(0.8)  # twice what the others wait for an answer
+        return calls[4].decide(b"at last").decode()
+
+    heard = together({4: slow, 6: lambda: meet(calls[6], ""), 7: lambda: meet(calls[7], "")})
+    assert set(heard.values()) == {"at last"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rank", "timeout_s"), [((0, 1), 2, 1.0), ((0, 0), 0, 1.0), ((0,), 0, 0), ((0,), 0, -1)]
+)
+def test_a_group_that_cannot_meet_is_refused(ranks: tuple[int, ...], rank: int, timeout_s: float) -> None:
+    with pytest.raises(ValueError, match=r"one of its ranks|timeout_s must be"):
+        RollCall(server("hash"), ranks, rank, "all", timeout_s)

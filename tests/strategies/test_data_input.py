@@ -150,7 +150,7 @@ Brings = Callable[[ParallelState, DataProto], DataProto | None]
 
 def leader_four_is_refused(kind: str) -> Brings:
     def brings(state: ParallelState, batch: DataProto) -> DataProto:
-        return DataProto(batch.batch, batch.non_tensor_batch, {"bad": kind} if state.rank == 4 else {})
+        return DataProto(batch.batch, batch.non_tensor_batch, {"bad": kind} if state.rank >= 4 else {})
 
     return brings
 

@@ -403,3 +403,27 @@ def test_degrees_that_fit_neither_model_nor_groups_are_refused(
 def test_training_needs_an_optimizer(folder: Path) -> None:
     with pytest.raises(ValueError, match="optimizer"):
         settings(folder, optimizer=None)
+
+
+def results_without_rows(folder: Path) -> dict[str, Any]:
+    """A step and a forward pass in which the second share has no rows."""
+    config = settings(folder)
+    with parallel_groups(config.parallel) as state:
+        strategy = MegatronTrainStrategy(config, state)
+        strategy.initialize()
+        share = make_batch()[:6] if state.at.dp == 0 else make_batch()[:0]
+
+        def forward(data: DataProto, output: Any) -> dict[str, Tensor]:
+            return {"log_probs": strategy.op_compute_log_probs(output, data["input_ids"], data["attention_mask"])}
+
+        shape = tuple(strategy.forward_step(share, forward)["log_probs"].shape)
+        return {"shape": shape, "metrics": strategy.train_step(share, partial(weighted_nll, strategy))}
+
+
+def test_a_share_without_rows_takes_part_in_the_step(ranks: RankPool, folder: Path) -> None:
+    (alone,) = ranks.run(results_without_rows, folder, world_size=1)
+    first, second = ranks.run(results_without_rows, folder, world_size=2)
+    assert (first["shape"], second["shape"]) == ((6, 11), (0, 11))
+    for outcome in (first, second):  # the same sums, in fp32
+        for name, value in alone["metrics"].items():
+            assert outcome["metrics"][name] == pytest.approx(value, rel=1e-5), name
