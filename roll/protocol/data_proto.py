@@ -210,6 +210,18 @@ class DataProto(BatchData):
             meta_info={name: meta[name] for name in meta_names},
         )
 
+    def select_fields(self, names: Sequence[str]) -> DataProto:
+        """These fields, tensors or objects; otherwise as `select`.
+
+        Raises ValueError, with the known names, if the batch lacks one.
+        """
+        fields = self.to_dict()
+        lacking = [name for name in names if name not in fields]
+        if lacking:
+            raise ValueError(f"the batch lacks {', '.join(lacking)}; it has {', '.join(sorted(fields)) or 'no fields'}")
+        tensors = [name for name in names if name in self.tensors]
+        return self.select(tensors, [name for name in names if name not in tensors])
+
     def pop(
         self,
         batch_keys: Sequence[str] = (),
