@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Keep = Literal["nothing", "result", "reference"]
 
 FETCH_TIMEOUT_S = 300.0
-"""How long a worker waits for the rows of a DataProtoFuture. They are there when the call is made; this is their way."""
+"""How long a worker waits for the rows of a DataProtoFuture. They exist when the call is made; this is their way."""
 
 
 class Worker:

@@ -185,5 +185,5 @@ def test_what_arrives_is_checked() -> None:
         DataProtoFuture.concat([parts[0], other]).get()
     for chunks in (0, -1):
         for future in (DataProtoFuture.concat(parts), DataProtoFuture.concat(parts, sizes=[2, 2])):
-            with pytest.raises(ValueError, match="at least 1 chunk"):
+            with pytest.raises(ValueError, match="chunks of at least 1"):
                 future.chunk(chunks)
