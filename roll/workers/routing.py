@@ -77,8 +77,8 @@ def route(
         if rule.dispatch is Dispatch.ALL_TO_ALL:
             return [put(entry) for entry in _entries(value, degrees.world_size)]
         if rule.dispatch.splits and _is_remote(value):
-            read = value if rule.fields is None else value.select(rule.fields)
-            return _spread_shares(rule, degrees, read.chunk(degrees.dp), value.stub, put, rows_on)
+            future = value if rule.fields is None else value.select(rule.fields)
+            return _spread_shares(rule, degrees, future.chunk(degrees.dp), value.stub, put, rows_on)
         if rule.dispatch.splits and _is_batch(value):
             read = value if rule.fields is None else value.select_fields(rule.fields)
             return _spread_shares(rule, degrees, _shares(read, degrees.dp, sent), value.stub, put, rows_on)

@@ -236,7 +236,7 @@ def test_what_names_no_row_is_refused(index: Any, error: type[Exception], messag
 def test_select_idxs_takes_rows_alone() -> None:
     assert rows_of(batch_of(4).select_idxs((2, 1))) == [2, 1]
     with pytest.raises(TypeError, match="not as str"):
-        batch_of(4).select_idxs("score")
+        batch_of(4).select_idxs("score")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_counts_that_make_no_sense_are_refused() -> None:
         ((1, -1), "epochs of at least 0, got -1"),
     ):
         with pytest.raises(ValueError, match=message):
-            data.make_iterator(*arguments)  # type: ignore[arg-type]
+            data.make_iterator(*arguments)
 
 
 @pytest.mark.parametrize(

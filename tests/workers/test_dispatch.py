@@ -226,7 +226,7 @@ def test_settings_of_a_rule_that_would_do_nothing_are_refused() -> None:
 def test_unknown_settings_are_refused() -> None:
     for make in (register, Rule):
         with pytest.raises(ValueError, match="uneven must be one of refuse, pad, got 'padd'"):
-            make(Dispatch.DP_MP_COMPUTE, uneven="padd")  # type: ignore[operator]
+            make(Dispatch.DP_MP_COMPUTE, uneven="padd")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="fields are given as a list, got 'xy'"):
         register(Dispatch.DP_MP_COMPUTE, fields="xy")
     with pytest.raises(ValueError, match="rows_on must be one of leader, every_rank, got 'every rank'"):
