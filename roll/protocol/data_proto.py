@@ -36,7 +36,8 @@ class DataProto(BatchData):
     `union`), so treat them as read-only; `clone` copies all. Arrays of objects are copied when a batch is made, the
     objects are not. `meta_info` is copied, never shared; its entry `metrics` is joined as `roll.protocol.joining` says.
     `plan` and `normalizers` speak of the rows as they are: operations that change the rows or their order (indexing,
-    chunk, split, concat, repeat, reorder, padding, grouping, iteration) leave them out. A batch without rows is legal for every method.
+    chunk, split, concat, repeat, reorder, padding, grouping, iteration) leave them out. A batch without rows is legal
+    for every method.
     """
 
     @classmethod
