@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -18,7 +19,7 @@ import ray
 import torch
 
 from roll.parallel.degrees import ParallelDegrees
-from roll.protocol import DataProto, DataProtoFuture, MicroBatchPlan
+from roll.protocol import DataProto, DataProtoFuture, MicroBatchPlan, storage
 from roll.workers import CallTimedOut, Cluster, Placement, PlacementLayout, WorkerError, WorkerFailed
 from tests.workers.probes import Probe
 
@@ -87,12 +88,19 @@ def test_planned_batch_there_and_back(placement: Placement) -> None:
 
 def test_results_may_stay_with_the_workers(placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
     data = DataProto.from_dict({"x": torch.arange(4)})
+
+    def unpacked_here(values: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        assert shape[0] == 0, "rows came to the driver"
+        return storage.unpacked(values, dtype, shape)
+
     with (
         Cluster(Probe, role="probe", degrees=ParallelDegrees(2), placement=placement) as two,
         Cluster(Probe, role="single", degrees=ParallelDegrees(1), placement=placement) as one,
     ):
         with monkeypatch.context() as patch:
-            patch.setattr("roll.protocol.storage.unpacked", lambda *parts: pytest.fail("rows came to the driver"))
+            patch.setattr(
+                "roll.protocol.batch_data.storage", SimpleNamespace(**vars(storage) | {"unpacked": unpacked_here})
+            )
             negated = two.submit_remote("negated", data).result()
             twice = one.submit_remote("negated", negated).result()
         assert isinstance(negated, DataProtoFuture) and negated.num_rows == twice.num_rows == 4
