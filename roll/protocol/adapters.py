@@ -80,6 +80,8 @@ def to_tensordict(data: DataProto) -> TensorDict:
 def from_tensordict(batch: TensorDict, meta_info: Mapping[str, Any] | None = None) -> DataProto:
     """Tensors, `NonTensorStack` as objects, `NonTensorData` (one value for all rows) as entries of `meta_info`.
 
+    A TensorDict makes a stack of a list, and one value of an array of objects, whatever its length.
+
     Args:
         batch: with one batch dimension [B].
         meta_info: more entries.
@@ -93,18 +95,16 @@ def from_tensordict(batch: TensorDict, meta_info: Mapping[str, Any] | None = Non
         value = batch.get(name)
         if isinstance(value, NonTensorStack):
             objects[name] = value.tolist()
-        elif not isinstance(value, NonTensorData):
-            tensors[name] = value
-        elif isinstance(value.data, np.ndarray) and value.data.dtype == object and len(value.data) == len(batch):
-            objects[name] = value.data
-        else:
+        elif isinstance(value, NonTensorData):
             meta[name] = value.data
+        else:
+            tensors[name] = value
     both = joining.merged(meta, meta_info or {}, "meta_info")
     return DataProto(TensorDict(tensors, batch_size=batch.batch_size), objects, both)
 
 
-def _stack(values: np.ndarray) -> NonTensorStack | NonTensorData:
-    """One entry for each row; tensordict 0.10 has no stack of none, so no rows are an array of none."""
+def _stack(values: np.ndarray) -> NonTensorStack:
+    """One entry for each row. A stack of none cannot be made of none, but is what is left of a stack."""
     if len(values) == 0:
-        return NonTensorData(values, batch_size=[0])
+        return NonTensorStack(NonTensorData(None))[:0]
     return NonTensorStack(*(NonTensorData(value) for value in values))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast, overload
 
@@ -31,11 +31,13 @@ class DataProto(BatchData):
         DataProto.concat(data.chunk(2))  # the same rows again
 
     Every method returns something new and leaves this object and its arguments as they are; also `pop`, `union`,
-    `rename`, `reorder` and `to`, which in ROLL and verl change the batch in place. Tensors of a result may be views of
-    the original's (slices, chunks), so treat them as read-only. `meta_info` is copied, never shared; its entry
-    `metrics` is joined as `roll.protocol.joining` says. `plan` and `normalizers` speak of the rows as they are:
-    operations that change the rows or their order (indexing, chunk, split, concat, repeat, reorder, padding, grouping,
-    iteration) leave them out. A batch without rows is legal for every method.
+    `rename`, `reorder` and `to`, which in ROLL and verl change the batch in place. Tensors are not copied: a batch has
+    those that it was made of, and those of a result may be views of them (slices, chunks) or the same (`select`,
+    `union`), so treat them as read-only; `clone` copies all. Arrays of objects are copied when a batch is made, the
+    objects are not. `meta_info` is copied, never shared; its entry `metrics` is joined as `roll.protocol.joining` says.
+    `plan` and `normalizers` speak of the rows as they are: operations that change the rows or their order (indexing,
+    chunk, split, concat, repeat, reorder, padding, grouping, iteration) leave them out. A batch without rows is legal
+    for every method.
     """
 
     @classmethod
@@ -77,8 +79,10 @@ class DataProto(BatchData):
         """A field by name (tensor or object array), or rows by number, slice, list, array or mask as a DataProto.
 
         Raises KeyError for an unknown name, IndexError for a row that does not exist, ValueError or TypeError for what
-        names no rows.
+        names no rows; `data[0, 1]` is among it, since arrays have another meaning for it.
         """
+        if isinstance(index, tuple):
+            raise TypeError(f"rows are given as a list: [{list(index)}], not [{', '.join(map(repr, index))}]")
         if isinstance(index, str):
             fields = self.to_dict()
             return fields[known([index], fields)[0]]
@@ -119,7 +123,7 @@ class DataProto(BatchData):
 
     def select_idxs(self, rows: Sequence[int] | np.ndarray | Tensor) -> DataProto:
         """These rows in this order, by number or by mask; what `data[rows]` gives, and raises."""
-        return self[rows]
+        return self._take(resolve_rows(rows, len(self)))
 
     def reorder(self, order: Sequence[int] | np.ndarray | Tensor) -> DataProto:
         """All rows in another order: row `order[i]` comes to place i.
@@ -148,8 +152,7 @@ class DataProto(BatchData):
 
     def repeat(self, times: int, interleave: bool = True) -> DataProto:
         """Every row `times` times: 0 0 1 1 with `interleave`, else 0 1 0 1. Raises ValueError if `times` is below 0."""
-        if times < 0:
-            raise ValueError(f"repeat needs a number of times of at least 0, got {times}")
+        row_order.check_count(times, 0, "repeat needs a number of times")
         change = repeat_rows if interleave else tile_rows
         return self._with_rows(len(self) * times, lambda values: change(values, times))
 
@@ -163,7 +166,8 @@ class DataProto(BatchData):
 
     def unpad(self, count: int) -> DataProto:
         """Without the last `count` rows. Raises ValueError if there are not so many."""
-        if not 0 <= count <= len(self):
+        row_order.check_count(count, 0, "unpad needs a number of rows")
+        if count > len(self):
             raise ValueError(f"unpad of {count} rows from a batch of {len(self)} rows")
         return self._take(slice(0, len(self) - count))
 
@@ -177,7 +181,7 @@ class DataProto(BatchData):
         """
         fields = self.to_dict()
         groups = row_order.rows_by_value({name: fields[name] for name in known(listed(names), fields)})
-        return {value: self[rows] for value, rows in groups.items()}
+        return dict(zip(groups, self._pieces(resolve_rows(rows, len(self)) for rows in groups.values()), strict=True))
 
     def make_iterator(self, mini_batch_size: int, epochs: int = 1, seed: int | None = None) -> Iterator[DataProto]:
         """Mini-batches of all rows, `epochs` times: in order, or in an order drawn anew each epoch from `seed`.
@@ -186,7 +190,15 @@ class DataProto(BatchData):
 
         Raises ValueError, at once, when the rows are not a multiple of `mini_batch_size`.
         """
-        return map(self._take, row_order.mini_batch_rows(len(self), mini_batch_size, epochs, seed))
+        return self._pieces(row_order.mini_batch_rows(len(self), mini_batch_size, epochs, seed))
+
+    def _pieces(self, taken: Iterable[slice | Tensor]) -> Iterator[DataProto]:
+        """Rows after rows, as they are asked for; the first keeps the metrics, as in `_cut`."""
+        for number, rows in enumerate(taken):
+            piece = self._take(rows)
+            if number:
+                piece.meta_info.pop(joining.METRICS, None)
+            yield piece
 
     # --- fields -------------------------------------------------------------------------------------------------------
 
@@ -209,6 +221,18 @@ class DataProto(BatchData):
             non_tensor_batch={name: objects[name] for name in object_names},
             meta_info={name: meta[name] for name in meta_names},
         )
+
+    def select_fields(self, names: Sequence[str]) -> DataProto:
+        """These fields, tensors or objects; otherwise as `select`.
+
+        Raises ValueError, with the known names, if the batch lacks one.
+        """
+        fields = self.to_dict()
+        lacking = [name for name in names if name not in fields]
+        if lacking:
+            raise ValueError(f"the batch lacks {', '.join(lacking)}; it has {', '.join(sorted(fields)) or 'no fields'}")
+        tensors = [name for name in names if name in self.tensors]
+        return self.select(tensors, [name for name in names if name not in tensors])
 
     def pop(
         self,
@@ -298,6 +322,8 @@ class DataProto(BatchData):
 
         Raises ValueError when the numbers of rows differ, or a name has different values in the two.
         """
+        if not isinstance(other, DataProto):
+            raise ValueError(f"union with a {type(other).__name__}, not a DataProto")
         if len(self) != len(other):
             raise ValueError(f"union of {len(self)} and {len(other)} rows")
         tensors = joining.merged(self.tensors, other.tensors, "batch")
@@ -322,6 +348,6 @@ class DataProto(BatchData):
 
         The objects are a pickle, and reading a pickle runs what it says: load only files that you trust.
 
-        Raises ValueError if the file is none that `save` wrote, or not all of it.
+        Raises ValueError if the file is none that `save` wrote, or not as it wrote it.
         """
         return cast("DataProto", storage.load(path))

@@ -30,6 +30,8 @@ class _Part:
     end: int | None = None
     metrics: bool = True
     """Whether the metrics of the source come along."""
+    head: DataProto | None = None
+    """The fields and the meta_info of the source, without a row; None where they are not known."""
 
 
 @dataclass(frozen=True)
@@ -44,21 +46,29 @@ class DataProtoFuture:
     parts: tuple[_Part, ...]
     share: tuple[int, int] | None = None
     """(i, n): chunk i of n of all rows."""
+    fields: tuple[str, ...] | None = None
+    """The fields that are left of what arrives; None for all."""
 
     @staticmethod
-    def concat(references: Sequence[Any], sizes: Sequence[int] | None = None) -> DataProtoFuture:
+    def concat(
+        references: Sequence[Any], sizes: Sequence[int] | None = None, heads: Sequence[DataProto] | None = None
+    ) -> DataProtoFuture:
         """The rows of all references, in order.
 
         Args:
             references: to one DataProto each; a DataProtoFuture is taken as well.
             sizes: the number of rows of each, if the caller knows them.
+            heads: each without its rows, `batch[:0]`, if the caller knows them: what `select` and `stub` go by.
 
-        Raises ValueError when there is none, one is no reference, or the sizes are not one for each, at least 0.
+        Raises ValueError when there is none, one is no reference, the sizes are not one for each, at least 0, or the
+        heads are not one for each.
         """
         if not references:
             raise ValueError("concat needs at least one reference")
         if sizes is not None and (len(sizes) != len(references) or any(size < 0 for size in sizes)):
             raise ValueError(f"{len(references)} references with sizes {list(sizes)}")
+        if heads is not None and len(heads) != len(references):
+            raise ValueError(f"{len(references)} references with {len(heads)} heads")
         for number, reference in enumerate(references):
             if not _is_reference(reference):
                 raise ValueError(
@@ -69,7 +79,9 @@ class DataProtoFuture:
             known = sizes
         else:
             known = [r.num_rows if isinstance(r, DataProtoFuture) else None for r in references]
-        return DataProtoFuture(tuple(_Part(r, size, 0, size) for r, size in zip(references, known, strict=True)))
+        fronts = [None] * len(references) if heads is None else heads
+        parts = zip(references, known, fronts, strict=True)
+        return DataProtoFuture(tuple(_Part(r, size, 0, size, head=head) for r, size, head in parts))
 
     @property
     def num_rows(self) -> int | None:
@@ -81,7 +93,7 @@ class DataProtoFuture:
         """Consecutive pieces, of the sizes that `DataProto.chunk` makes. Raises ValueError for less than one chunk."""
         bounds = row_order.chunk_bounds(self.num_rows or 0, chunks)
         if self.num_rows is None:
-            whole = self if self.share is None else DataProtoFuture((_Part(self),))
+            whole = self if self.share is None else DataProtoFuture((_Part(self),), fields=self.fields)
             return [replace(whole, share=(number, chunks)) for number in range(chunks)]
         pieces = [self._rows(begin, end) for begin, end in bounds]
         # A part without rows is in no piece; its metrics go with the first.
@@ -98,7 +110,41 @@ class DataProtoFuture:
                 metrics = part.metrics and first == 0
                 chosen.append(replace(part, begin=part.begin + first, end=part.begin + last, metrics=metrics))
             seen += part.end - part.begin
-        return DataProtoFuture(tuple(chosen) or (replace(self.parts[0], begin=0, end=0, metrics=False),))
+        return replace(self, parts=tuple(chosen) or (replace(self.parts[0], begin=0, end=0, metrics=False),))
+
+    def select(self, fields: Sequence[str]) -> DataProtoFuture:
+        """The same rows with these fields, tensors or objects. A reference is to a whole batch, so all is fetched.
+
+        Raises ValueError if a part lacks one: now where heads are known, else when it is fetched.
+        """
+        for head in self._heads() or []:
+            head.select_fields(fields)
+        return replace(self, fields=tuple(fields))
+
+    def stub(self) -> DataProto:
+        """The stub of what arrives: its meta_info.
+
+        Raises ValueError if that is not known without fetching, or differs between the parts in more than metrics.
+        """
+        heads = self._heads()
+        if heads is None:
+            raise ValueError(
+                "the meta_info of a DataProtoFuture is known without its rows only if it is made with heads"
+            )
+        return DataProto(meta_info=joining.concat_metas([head.meta_info for head in heads]))
+
+    def _heads(self) -> list[DataProto] | None:
+        """The heads of all sources as they will arrive; None if one is not known."""
+        found: list[DataProto] = []
+        for part in self.parts:
+            nested = isinstance(part.source, DataProtoFuture)
+            heads = part.source._heads() if nested else None if part.head is None else [part.head]
+            if heads is None:
+                return None
+            found += heads if part.metrics else map(_without_metrics, heads)
+        if self.share is not None and self.share[0]:
+            found = list(map(_without_metrics, found))
+        return found if self.fields is None else [head.select_fields(self.fields) for head in found]
 
     def get(self, timeout: float | None = None) -> DataProto:
         """Wait for the parts, and join and cut them here.
@@ -111,12 +157,13 @@ class DataProtoFuture:
             ValueError: a part is no DataProto or has not the promised number of rows, or the parts cannot be joined.
             Exception: whatever the first part that failed raises, as soon as it fails, without waiting for the others.
         """
-        return self._joined(_fetched(list(dict.fromkeys(self._references())), timeout))
+        return self._joined(_fetched(list(dict.fromkeys(self.references())), timeout))
 
-    def _references(self) -> Iterator[Hashable]:
+    def references(self) -> Iterator[Hashable]:
+        """What will be fetched."""
         for part in self.parts:
             if isinstance(part.source, DataProtoFuture):
-                yield from part.source._references()
+                yield from part.source.references()
             else:
                 yield part.source
 
@@ -129,12 +176,16 @@ class DataProtoFuture:
                 raise ValueError(f"part {number} is a {type(piece).__name__}, not a DataProto")
             if part.size is not None and len(piece) != part.size:
                 raise ValueError(f"part {number} has {len(piece)} rows, not {part.size} as was said")
+            if self.fields is not None:
+                piece = piece.select_fields(self.fields)
             rows = piece if part.end is None else piece[part.begin : part.end]
-            if not part.metrics:
-                rows = replace(rows, meta_info=joining.without_metrics(rows.meta_info))
-            pieces.append(rows)
+            pieces.append(rows if part.metrics else _without_metrics(rows))
         whole = DataProto.concat(pieces)
         return whole if self.share is None else whole.chunk(self.share[1])[self.share[0]]
+
+
+def _without_metrics(piece: DataProto) -> DataProto:
+    return replace(piece, meta_info=joining.without_metrics(piece.meta_info))
 
 
 def _is_reference(value: Any) -> bool:

@@ -4,8 +4,10 @@ These are the rules for names, values and meta data; they work on dicts, `DataPr
 
 `meta_info` must be the same in all pieces, except for its entry `metrics`, which holds measurements: names, each with
 a list of values (a single value is a list of one). Joining pieces lists the values of all pieces in their order, also
-of a name that only some pieces have, and a single piece is joined like many. Pieces that are cut from one batch
-(`chunk`, `split`) leave its metrics to the first of them, so that joined again they are counted once.
+of a name that only some pieces have, and a single piece is joined like many. Of the pieces that one call makes of a
+batch (`chunk`, `split`, `group_by`, `make_iterator`) only the first has its metrics, so that joined again they are
+counted once. Rows that are taken one call at a time (`data[:2]`, `select_idxs`) have them each time: that they will be
+joined is not known then.
 """
 
 from __future__ import annotations
@@ -137,7 +139,7 @@ def either(ours: T | None, theirs: T | None, what: str) -> T | None:
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Whether two values are the same through and through: dtypes, shapes and entries; NaN is the same as NaN."""
+    """Whether two values are the same through and through: dtypes, shapes and entries; NaN is NaN, 1 is no True."""
     if a is b:
         return True
     if isinstance(a, Tensor) and isinstance(b, Tensor):
@@ -153,6 +155,8 @@ def same_value(a: Any, b: Any) -> bool:
     if isinstance(a, list | tuple) and type(a) is type(b):
         return len(a) == len(b) and all(same_value(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, Tensor | np.ndarray) or isinstance(b, Tensor | np.ndarray):
+        return False
+    if isinstance(a, bool | np.bool_) != isinstance(b, bool | np.bool_):
         return False
     return bool(a == b) or bool(a != a and b != b)
 

@@ -12,10 +12,15 @@ import torch
 from torch import Tensor
 
 
+def check_count(value: object, least: int, what: str) -> None:
+    """Raise ValueError, which says of `what`, unless this is an integer of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise ValueError(f"{what} of at least {least}, got {value!r}")
+
+
 def chunk_bounds(num_rows: int, chunks: int) -> list[tuple[int, int]]:
     """(begin, end) of consecutive pieces whose sizes differ by one at most, the larger first."""
-    if chunks < 1:
-        raise ValueError(f"chunk needs at least 1 chunk, got {chunks}")
+    check_count(chunks, 1, "chunk needs a number of chunks")
     size, larger = divmod(num_rows, chunks)
     ends = [(i + 1) * size + min(i + 1, larger) for i in range(chunks)]
     return list(zip([0, *ends[:-1]], ends, strict=True))
@@ -23,24 +28,22 @@ def chunk_bounds(num_rows: int, chunks: int) -> list[tuple[int, int]]:
 
 def split_bounds(num_rows: int, size: int) -> list[tuple[int, int]]:
     """(begin, end) of consecutive pieces of `size` rows, the last perhaps smaller; no rows are one empty piece."""
-    if size < 1:
-        raise ValueError(f"split needs pieces of at least 1 row, got {size}")
+    check_count(size, 1, "split needs a number of rows")
     return [(begin, min(begin + size, num_rows)) for begin in range(0, max(num_rows, 1), size)]
 
 
 def num_padding_rows(num_rows: int, divisor: int) -> int:
     """Rows that lack to a multiple of `divisor`."""
-    if divisor < 1:
-        raise ValueError(f"pad_to_divisor needs a divisor of at least 1, got {divisor}")
+    check_count(divisor, 1, "pad_to_divisor needs a divisor")
     return -num_rows % divisor
 
 
 def mini_batch_rows(num_rows: int, size: int, epochs: int, seed: int | None) -> Iterator[Tensor]:
     """The rows of each mini-batch, `epochs` times all rows; what is wrong is raised at once, not when it is read."""
-    if size < 1 or num_rows % size:
+    check_count(size, 1, "make_iterator needs a mini_batch_size")
+    check_count(epochs, 0, "make_iterator needs a number of epochs")
+    if num_rows % size:
         raise ValueError(f"{num_rows} rows are not a multiple of mini_batch_size {size}")
-    if epochs < 0:
-        raise ValueError(f"epochs must be at least 0, got {epochs}")
     generator = None if seed is None else torch.Generator().manual_seed(seed)
 
     def mini_batches() -> Iterator[Tensor]:

@@ -16,14 +16,14 @@ def resolve_rows(index: RowIndex, num_rows: int) -> slice | Tensor:
     """The rows that `index` names: a slice as it is, one row as a slice, anything else as int64 row numbers on CPU.
 
     Negative numbers count from the end. Raises IndexError for a row that does not exist, ValueError for a mask of
-    another length, TypeError for what is no row index.
+    another length, TypeError for what is no row index, or may be a mask as well as row numbers (uint8).
     """
     if isinstance(index, slice):
         return index
     if isinstance(index, int | np.integer) and not isinstance(index, bool):
         row = int(_from_start(np.array([index]), num_rows)[0])
         return slice(row, row + 1)
-    if not isinstance(index, list | tuple | np.ndarray | Tensor):
+    if not isinstance(index, list | tuple | range | np.ndarray | Tensor):
         raise TypeError(f"rows are given as number, slice, list, array or mask, not as {type(index).__name__}")
     if isinstance(index, Tensor):
         rows = index.detach().cpu().numpy()
@@ -35,8 +35,8 @@ def resolve_rows(index: RowIndex, num_rows: int) -> slice | Tensor:
         if len(rows) != num_rows:
             raise ValueError(f"a mask of {len(rows)} rows for a batch of {num_rows} rows")
         return torch.from_numpy(rows.nonzero()[0])
-    if rows.dtype.kind not in "iu":
-        raise TypeError(f"row numbers must be integers, got {rows.dtype}")
+    if rows.dtype.kind not in "iu" or rows.dtype == np.uint8:  # PyTorch takes uint8 for a mask, NumPy for numbers
+        raise TypeError(f"row numbers must be integers, a mask must be bool; got {rows.dtype}")
     return torch.from_numpy(_from_start(rows.astype(np.int64), num_rows))
 
 
@@ -77,7 +77,7 @@ def cut_rows(values: Any, bounds: Sequence[tuple[int, int]]) -> Sequence[Any]:
 
 
 def object_array(values: Sequence[Any] | np.ndarray, name: str) -> np.ndarray:
-    """One Python object for each row: an object array [B].
+    """One Python object for each row: a new object array [B].
 
     A list stays one object per entry, also where NumPy would read a list of equal lists as a matrix. Raises ValueError
     for a single string and for what has no rows.
@@ -85,7 +85,7 @@ def object_array(values: Sequence[Any] | np.ndarray, name: str) -> np.ndarray:
     if not isinstance(values, list | tuple) and (not isinstance(values, np.ndarray) or values.ndim == 0):
         raise ValueError(f"{name} must be a list or an array with one entry for each row, got {values!r}")
     if isinstance(values, np.ndarray) and values.ndim == 1:
-        return values.astype(object, copy=False)
+        return values.astype(object)
     array = np.empty(len(values), dtype=object)
     for row, value in enumerate(values):
         array[row] = value

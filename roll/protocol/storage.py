@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import os
 import pickle
+import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from struct import Struct
+from typing import TYPE_CHECKING, BinaryIO
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -20,8 +23,11 @@ if TYPE_CHECKING:
 
 PackedTensor = tuple[bytes | pickle.PickleBuffer, torch.dtype, tuple[int, ...]]
 
-_HEADER = b"roll.DataProto 1\n"
-"""The first line of a file: what it is, and the version of its layout."""
+_HEADER = b"roll.DataProto 2\n"
+"""The first line of a file: what it is, and the version of its layout. The pickle and the trailer follow."""
+_TRAILER = Struct("<QI")
+"""The length of the pickle in bytes, and its CRC-32."""
+_READ_BYTES = 1 << 24
 
 
 def packed(tensor: Tensor, protocol: int) -> PackedTensor:
@@ -43,29 +49,66 @@ def unpacked(
     return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=dtype).view(shape)
 
 
+class _Summed:
+    """A file to write to, with the number of bytes written and their checksum."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.length, self.checksum = file, 0, 0
+
+    def write(self, values: bytes | memoryview | pickle.PickleBuffer) -> int:
+        view = memoryview(values).cast("B")
+        self.length += view.nbytes
+        self.checksum = zlib.crc32(view, self.checksum)
+        return self._file.write(view)
+
+
 def save(data: BatchData, path: str | os.PathLike[str]) -> None:
-    """Write a batch into one file, which appears whole or not at all."""
+    """Write a batch into one file, which appears whole or not at all, also when the machine goes down."""
     path = Path(path)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    unfinished = path.with_name(f"{path.name}.{uuid4().hex}.unfinished")
     try:
-        with unfinished.open("wb") as file:
+        with unfinished.open("xb") as file:
             file.write(_HEADER)
-            pickle.dump(data, file, protocol=5)
+            summed = _Summed(file)
+            pickle.dump(data, summed, protocol=5)
+            file.write(_TRAILER.pack(summed.length, summed.checksum))
+            file.flush()
+            os.fsync(file.fileno())
         unfinished.replace(path)
+        _sync_folder(path.parent)
     finally:
         unfinished.unlink(missing_ok=True)
 
 
-def load(path: str | os.PathLike[str]) -> Any:
-    """What `save` wrote.
+def load(path: str | os.PathLike[str]) -> BatchData:
+    """What `save` wrote. Nothing is unpickled before its checksum is found right.
 
-    Raises ValueError if the file is not one that `save` wrote, or not all of it.
+    Raises ValueError if the file is not one that `save` wrote, or not as it wrote it. What objects of the batch raise
+    where they cannot be made, such as ImportError for their class, is raised as it is.
     """
+    from roll.protocol.batch_data import BatchData
+
     with Path(path).open("rb") as file:
         header = file.read(len(_HEADER))
         if header != _HEADER:
             raise ValueError(f"{path} does not begin with {_HEADER!r}, so it is no batch that this version can read")
-        try:
-            return pickle.load(file)
-        except (EOFError, pickle.UnpicklingError) as broken:
-            raise ValueError(f"{path} is cut off or damaged: {broken}") from broken
+        length = os.fstat(file.fileno()).st_size - len(_HEADER) - _TRAILER.size
+        checksum, left = 0, max(length, 0)
+        while left and (part := file.read(min(left, _READ_BYTES))):
+            checksum, left = zlib.crc32(part, checksum), left - len(part)
+        if length < 0 or file.read() != _TRAILER.pack(length, checksum):
+            raise ValueError(f"{path} is cut off or damaged")
+        file.seek(len(_HEADER))
+        data = pickle.load(file)
+    if not isinstance(data, BatchData):
+        raise ValueError(f"{path} holds a {type(data).__name__}, not a batch")
+    return data
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a new name in it last."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

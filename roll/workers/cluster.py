@@ -30,7 +30,8 @@ from roll.parallel.degrees import ParallelDegrees
 from roll.workers.dispatch import rule_of
 from roll.workers.failure import HEARTBEAT, CallTimedOut, Failure, WorkerError, failure_of, worker_failed
 from roll.workers.placement import Placement
-from roll.workers.routing import check_can_stay, gather, reporting_ranks, route
+from roll.workers.remote_batch import RemoteBatch, check_held
+from roll.workers.routing import check_can_stay, check_rows_on, gather, reporting_ranks, route
 from roll.workers.worker import Keep, Worker
 
 HEARTBEAT_S = 2.0
@@ -57,9 +58,10 @@ class PendingCall:
         inspect.signature(getattr(cluster.worker_cls, method)).bind(None, *args, **kwargs)
         self._reporters = reporting_ranks(self._rule, cluster.degrees)
         self._answers: dict[int, Any] = {}
-        routed, self._sent = route(self._rule, cluster.degrees, args, kwargs, _put, cluster.rows_on)
+        check_held([*args, *kwargs.values()])
         if leave:
-            check_can_stay(self._rule, self._sent)
+            check_can_stay(method, self._rule, cluster.degrees, [*args, *kwargs.values()])
+        routed, self._sent = route(self._rule, cluster.degrees, args, kwargs, _put, cluster.rows_on)
         keep: Keep = "reference" if leave else "result"
         self.pending: dict[ray.ObjectRef, int] = {
             actor.execute.options(name=f"{cluster.role}.{method}").remote(
@@ -89,7 +91,9 @@ class PendingCall:
             self.cluster.forget(self)
             if not finished:
                 self.cluster.kill()
-        return gather(self._rule, [self._answers[rank] for rank in self._reporters], self._sent)
+        answers = [self._answers[rank] for rank in self._reporters]
+        held = [answer.held_by(self.cluster) if isinstance(answer, RemoteBatch) else answer for answer in answers]
+        return gather(self._rule, held, self._sent)
 
     def take(self, ref: ray.ObjectRef) -> None:
         """Keep the answer of one rank, which has arrived."""
@@ -128,7 +132,8 @@ class Cluster:
     `world_size`. `threads` is the number of threads a worker computes with on a CPU. `rows_on` says which ranks get the
     rows under DP_MP_DISPATCH_FIRST (see `route`); the strategies of the workers must be set alike.
 
-    Raises ValueError if the layout of the placement does not have this role with this number of ranks.
+    Raises ValueError if the layout of the placement does not have this role with this number of ranks, or `rows_on` is
+    unknown.
     """
 
     def __init__(
@@ -144,6 +149,7 @@ class Cluster:
         threads: int = 1,
         rows_on: RowsOn = "leader",
     ) -> None:
+        check_rows_on(rows_on)
         placed = placement.layout.roles.get(role)
         if placed != degrees.world_size:
             raise ValueError(f"{role} has {degrees.world_size} ranks, the placement has {placed or 'none'} for it")
@@ -179,7 +185,8 @@ class Cluster:
         """Send a registered method to every rank; a handle whose `result()` waits for it.
 
         Raises ValueError for a method that is not registered or a batch that does not divide, TypeError for arguments
-        that do not fit the method's signature, WorkerError if the cluster has been stopped.
+        that do not fit the method's signature, WorkerError if the cluster has been stopped, or one whose workers hold
+        the rows of a DataProtoFuture among the arguments: no rank has been called then, and this cluster goes on.
         """
         self.raise_if_stopped()
         self.ready()
@@ -191,8 +198,8 @@ class Cluster:
         They are there as long as these workers live. Handed to a method that splits its batch, the future is cut
         without being fetched: each rank fetches the rows of its own share.
 
-        Raises ValueError as well for a method whose rule does not join batches, and for a batch with a micro-batch plan
-        or of uneven shares, whose results would have to be brought back to their order here.
+        Raises ValueError as well for a method that is not registered with `returns_batch`, and for a batch with a
+        micro-batch plan or of uneven shares, whose results would have to be brought back to their order here.
         """
         self.raise_if_stopped()
         self.ready()

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 _RULE = "_roll_rule"
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -52,20 +52,35 @@ class Rule:
     shares up, and the rows of the result that belong to them are dropped."""
     fields: tuple[str, ...] | None = None
     """The fields of a batch, tensors and others, that the method reads, and so all that is sent; None for all."""
+    returns_batch: bool = False
+    """Whether the reporting ranks return a DataProto each, so that the rows may stay with them
+    (`Cluster.submit_remote`)."""
 
     def __post_init__(self) -> None:
-        if not self.dispatch.splits and (self.uneven != "refuse" or self.fields is not None):
-            raise ValueError(f"uneven={self.uneven!r}, fields={self.fields}: {self.dispatch.name} splits no batch")
+        if self.uneven not in get_args(Uneven):
+            raise ValueError(f"uneven must be one of {', '.join(get_args(Uneven))}, got {self.uneven!r}")
+        if not self.dispatch.splits and (self.uneven != "refuse" or self.fields is not None or self.returns_batch):
+            settings = f"uneven={self.uneven!r}, fields={self.fields}, returns_batch={self.returns_batch}"
+            raise ValueError(f"{settings}: {self.dispatch.name} splits no batch")
 
 
 def register(
-    dispatch: Dispatch, *, uneven: Uneven = "refuse", fields: Sequence[str] | None = None
+    dispatch: Dispatch,
+    *,
+    uneven: Uneven = "refuse",
+    fields: Sequence[str] | None = None,
+    returns_batch: bool = False,
 ) -> Callable[[Method], Method]:
     """Mark a worker method as callable from the driver, under this rule (see `Rule`).
 
+    Raises ValueError for an unknown `uneven`, for fields that are one string, and for settings that speak of a batch
+    where none is split.
+
     A subclass that overrides the method keeps its rule unless it registers the method anew.
     """
-    rule = Rule(dispatch, uneven, None if fields is None else tuple(fields))
+    if isinstance(fields, str):
+        raise ValueError(f"fields are given as a list, got {fields!r}")
+    rule = Rule(dispatch, uneven, None if fields is None else tuple(fields), returns_batch)
 
     def mark(method: Method) -> Method:
         setattr(method, _RULE, rule)

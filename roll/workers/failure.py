@@ -17,10 +17,10 @@ HEARTBEAT = "alive"
 """The method that asks an actor whether it lives."""
 
 # What a rank says whose *peer* is gone: gloo's transport, the exceptions of NCCL, of torch's network and store, and Ray
-# about an object whose owner is gone.
+# about an object whose owner is gone. A refused connection alone may as well be a reward function's own.
 _PEER_LOST = re.compile(
-    r"(Connection|connection) (closed|reset|refused)|Broken pipe|gloo/transport|"
-    r"Dist(Backend|Network|Store)Error|NCCL (error|communicator)|remote process exited|OwnerDiedError|ObjectLostError"
+    r"gloo/transport|Dist(Backend|Network|Store)Error|NCCL (error|communicator)|remote process exited|"
+    r"OwnerDiedError|ObjectLostError"
 )
 
 

@@ -38,7 +38,7 @@ class ReferenceWorker(Worker):
         self.strategy = make(self.settings, state)
         self.strategy.initialize()
 
-    @register(Dispatch.DP_MP_DISPATCH_FIRST, fields=TOKENS)
+    @register(Dispatch.DP_MP_DISPATCH_FIRST, fields=TOKENS, returns_batch=True)
     def compute_log_probs(self, batch: DataProto) -> DataProto | None:
         """`log_probs` and `entropy` of the response tokens, `[B, S-1]`."""
 
@@ -91,7 +91,7 @@ class ActorWorker(TrainWorker):
 class CriticWorker(TrainWorker):
     """The value function."""
 
-    @register(Dispatch.DP_MP_DISPATCH_FIRST, fields=TOKENS)
+    @register(Dispatch.DP_MP_DISPATCH_FIRST, fields=TOKENS, returns_batch=True)
     def compute_values(self, batch: DataProto) -> DataProto | None:
         """`values` of the states before each response token, `[B, S-1]`."""
 

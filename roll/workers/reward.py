@@ -23,7 +23,7 @@ class RewardWorker(Worker):
         self.function = load_reward_function(function)
         self.tokenizer = AutoTokenizer.from_pretrained(tokenizer)
 
-    @register(Dispatch.DP_MP_COMPUTE, fields=("input_ids", "response_mask", "entry"))
+    @register(Dispatch.DP_MP_COMPUTE, fields=("input_ids", "response_mask", "entry"), returns_batch=True)
     def score(self, batch: DataProto) -> DataProto:
         """`scores` and `exact` (see `exact_match`), both `[B]`, and the texts as `response`.
 

@@ -5,14 +5,14 @@ sends and `gather` after it received.
 
 Under the two `DP_MP` rules only `DataProto` arguments are split: along `plan.rows` if the batch has a micro-batch plan,
 else in equal chunks. All other arguments go to all. A `DataProtoFuture` is a batch too, whose rows stay where they are
-until a rank that is given a share of them fetches it; it has no plan, is not filled up, and brings all its fields.
+until a rank that is given a share of them fetches it; it has neither plan nor normalizers, and is not filled up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, get_args
 
 from roll.config import RowsOn
 from roll.parallel.degrees import ParallelDegrees
@@ -42,6 +42,12 @@ class Sent:
     padding: int = 0
     """Rows that were added at the end, so that the batch divides."""
 
+    def share_sizes(self, dp: int) -> list[int]:
+        """The rows of each share."""
+        if self.plan is not None:
+            return [len(rows) for rows in self.plan.rows]
+        return [(self.num_rows + self.padding) // dp] * dp
+
 
 def route(
     rule: Rule,
@@ -61,19 +67,21 @@ def route(
 
     Raises:
         ValueError: a rule that splits gets no batch, one that lacks a field or does not divide among the data-parallel
-            groups; or ALL_TO_ALL gets something else than lists with one entry for each rank.
+            groups, or a DataProtoFuture made without heads where some ranks get a stub; or ALL_TO_ALL gets something
+            else than lists with one entry for each rank. An unknown `rows_on`.
     """
+    check_rows_on(rows_on)
     sent = _check_batches(rule, degrees, [*args, *kwargs.values()]) if rule.dispatch.splits else Sent()
 
     def spread(value: Any) -> list[Any]:
         if rule.dispatch is Dispatch.ALL_TO_ALL:
             return [put(entry) for entry in _entries(value, degrees.world_size)]
         if rule.dispatch.splits and _is_remote(value):
-            shares = [put(share) for share in value.chunk(degrees.dp)]
-            return _spread_shares(rule, degrees, shares, _empty_batch(), put, rows_on)
+            future = value if rule.fields is None else value.select(rule.fields)
+            return _spread_shares(rule, degrees, future.chunk(degrees.dp), value.stub, put, rows_on)
         if rule.dispatch.splits and _is_batch(value):
-            shares = [put(share) for share in _shares(_read(value, rule.fields), degrees.dp, sent)]
-            return _spread_shares(rule, degrees, shares, value, put, rows_on)
+            read = value if rule.fields is None else value.select_fields(rule.fields)
+            return _spread_shares(rule, degrees, _shares(read, degrees.dp, sent), value.stub, put, rows_on)
         return [put(value)] * degrees.world_size
 
     columns = [spread(value) for value in args]
@@ -103,33 +111,40 @@ def gather(rule: Rule, results: Sequence[Any], sent: Sent) -> Any:
     """The value of a call, from the results of `reporting_ranks` in that order.
 
     Joined rows go back to the order that the caller's batch had, without those that only filled it up.
-    Raises ValueError if a result of a planned or padded batch does not have one row for each row of that batch.
+    Raises ValueError if a result of a planned or padded batch does not have one row for each row of its share.
     """
     if rule.dispatch is Dispatch.RANK_ZERO:
         return results[0]
     if rule.dispatch.splits and all(isinstance(result, RemoteBatch) for result in results):
         from roll.protocol import DataProtoFuture
 
-        return DataProtoFuture.concat([result.ref for result in results], sizes=[result.num_rows for result in results])
+        refs, sizes, heads = zip(*((result.ref, result.num_rows, result.head) for result in results), strict=True)
+        return DataProtoFuture.concat(refs, sizes, heads)
     if not rule.dispatch.splits or not all(map(_is_batch, results)):
         if sent.padding and any(result is not None for result in results):
             kinds = ", ".join(sorted({type(result).__name__ for result in results}))
             raise ValueError(f"a method with uneven='pad' must return a DataProto, got {kinds}")
         return list(results)
+    if sent.plan is None and not sent.padding:
+        return type(results[0]).concat(list(results))
+    for dp, (result, size) in enumerate(zip(results, sent.share_sizes(len(results)), strict=True)):
+        if len(result) != size:
+            raise ValueError(f"data-parallel group {dp} returned {len(result)} rows for its share of {size}")
     joined: DataProto = type(results[0]).concat(list(results))
-    if sent.plan is not None:
-        return sent.plan.restore(joined)
-    if not sent.padding:
-        return joined
-    if len(joined) != sent.num_rows + sent.padding:
-        raise ValueError(f"{len(joined)} rows of results for {sent.num_rows} rows and {sent.padding} of padding")
-    return joined[: sent.num_rows]
+    return joined[: sent.num_rows] if sent.plan is None else sent.plan.restore(joined)
 
 
-def check_can_stay(rule: Rule, sent: Sent) -> None:
-    """Raise ValueError if the results of a call are more than the rows of its reporters in their order."""
-    if not rule.dispatch.splits:
-        raise ValueError(f"{rule.dispatch.name} joins no batches, so that its results cannot stay with the workers")
+def check_rows_on(rows_on: str) -> None:
+    """Raise ValueError if it is none of the settings."""
+    if rows_on not in get_args(RowsOn):
+        raise ValueError(f"rows_on must be one of {', '.join(get_args(RowsOn))}, got {rows_on!r}")
+
+
+def check_can_stay(method: str, rule: Rule, degrees: ParallelDegrees, values: Sequence[Any]) -> None:
+    """Raise ValueError if the results of a call are something else than the rows of its reporters in their order."""
+    if not rule.returns_batch:
+        raise ValueError(f"{method} is not registered with returns_batch=True, so its results cannot stay with workers")
+    sent = _check_batches(rule, degrees, values)
     if sent.plan is not None or sent.padding:
         why = "a micro-batch plan" if sent.plan is not None else "rows that only fill it up"
         raise ValueError(f"the results of a batch with {why} must be brought back to its order: they cannot stay")
@@ -148,12 +163,6 @@ def _is_remote(value: object) -> TypeGuard[DataProtoFuture]:
     from roll.protocol import DataProtoFuture
 
     return isinstance(value, DataProtoFuture)
-
-
-def _empty_batch() -> DataProto:
-    from roll.protocol import DataProto
-
-    return DataProto()
 
 
 def _check_batches(rule: Rule, degrees: ParallelDegrees, values: Sequence[Any]) -> Sent:
@@ -186,18 +195,6 @@ def _check_batches(rule: Rule, degrees: ParallelDegrees, values: Sequence[Any]) 
     return Sent(None, lengths[0], -lengths[0] % degrees.dp)
 
 
-def _read(batch: DataProto, fields: tuple[str, ...] | None) -> DataProto:
-    """The batch with the fields that a method reads. Raises ValueError, with the known names, if it lacks one."""
-    if fields is None:
-        return batch
-    known = {**batch.tensors, **batch.non_tensor_batch}
-    lacking = [name for name in fields if name not in known]
-    if lacking:
-        raise ValueError(f"the batch lacks {', '.join(lacking)}; it has {', '.join(sorted(known)) or 'no fields'}")
-    tensors = [name for name in fields if name in batch.tensors]
-    return batch.select(tensors, [name for name in fields if name not in tensors])
-
-
 def _shares(batch: DataProto, dp: int, sent: Sent) -> list[DataProto]:
     """One batch for each data-parallel group."""
     if sent.plan is not None:
@@ -211,16 +208,21 @@ def _shares(batch: DataProto, dp: int, sent: Sent) -> list[DataProto]:
 
 
 def _spread_shares(
-    rule: Rule, degrees: ParallelDegrees, shares: list[Any], batch: DataProto, put: Put, rows_on: RowsOn
+    rule: Rule,
+    degrees: ParallelDegrees,
+    shares: Sequence[Any],
+    make_stub: Callable[[], DataProto],
+    put: Put,
+    rows_on: RowsOn,
 ) -> list[Any]:
     """One entry for each rank: the share of its data-parallel group, or the stub."""
-    groups = [degrees.coordinates(rank).dp for rank in range(degrees.world_size)]
-    if rule.dispatch is Dispatch.DP_MP_COMPUTE or rows_on == "every_rank":
-        return [shares[group] for group in groups]
-    if len(degrees.leaders) == degrees.world_size:
-        return [shares[group] for group in groups]
-    stub = put(batch.stub())
-    return [shares[group] if rank in degrees.leaders else stub for rank, group in enumerate(groups)]
+    ranks = range(degrees.world_size)
+    whole_group = rule.dispatch is Dispatch.DP_MP_COMPUTE or rows_on == "every_rank"
+    receivers = set(ranks) if whole_group else set(degrees.leaders)
+    stub = make_stub() if len(receivers) < len(ranks) else None  # It may be refused, so it is made before rows are put.
+    placed = [put(share) for share in shares]
+    placed_stub = None if stub is None else put(stub)
+    return [placed[degrees.coordinates(rank).dp] if rank in receivers else placed_stub for rank in ranks]
 
 
 def _entries(value: Any, world_size: int) -> Sequence[Any]:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 Keep = Literal["nothing", "result", "reference"]
 
+FETCH_TIMEOUT_S = 300.0
+"""How long a worker waits for the rows of a DataProtoFuture. They exist when the call is made; this is their way."""
+
 
 class Worker:
     """One rank of a role. Subclasses add methods marked with `@register`; `Cluster` makes and calls the actors.
@@ -99,7 +102,7 @@ class Worker:
 def _arrived(value: Any) -> Any:
     """An argument as the method takes it; rows that are still remote are fetched."""
     future = sys.modules.get("roll.protocol.future")  # Loaded with the first argument that is one.
-    return value.get() if future is not None and isinstance(value, future.DataProtoFuture) else value
+    return value.get(FETCH_TIMEOUT_S) if future is not None and isinstance(value, future.DataProtoFuture) else value
 
 
 def _kept(result: Any, keep: Keep) -> Any:
@@ -107,6 +110,7 @@ def _kept(result: Any, keep: Keep) -> Any:
         return None
     if keep == "result":
         return result
+    assert keep == "reference", keep
     from roll.protocol import DataProto
 
     if not isinstance(result, DataProto):

@@ -81,6 +81,13 @@ def test_a_tensordict_keeps_objects_and_meta_data_apart() -> None:
     assert list(from_tensordict(plain, {"step": 1})["a"]) == ["b", "c"]
 
 
+@pytest.mark.parametrize("rows", [0, 2])
+def test_an_array_with_an_entry_for_each_row_stays_in_meta_info(rows: int) -> None:
+    names = np.array(["a", "b"][:rows], dtype=object)
+    data = batch_of(rows, meta_info={"names": names})
+    assert_same(from_tensordict(to_tensordict(data)), data)
+
+
 def test_what_does_not_fit_a_tensordict_is_refused() -> None:
     with pytest.raises(ValueError, match="ids: a field and an entry of meta_info"):
         to_tensordict(DataProto.from_dict({"ids": torch.zeros(1)}, meta_info={"ids": 1}))

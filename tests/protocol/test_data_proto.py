@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,9 @@ def test_sparse_and_nested_tensors_are_refused() -> None:
     for value in (torch.eye(2).to_sparse(), nested):
         with pytest.raises(ValueError, match=r"a must be a tensor \[B, ...\]"):
             DataProto.from_dict({"a": value})
+    for make in (DataProto.from_dict, lambda tensors: DataProto(TensorDict(tensors, batch_size=[2]))):
+        with pytest.raises(ValueError, match="a has no values: it is on the device meta"):
+            make({"a": torch.zeros(2, device="meta")})
 
 
 def test_consistency_is_checked_again_on_request_and_before_rows_are_taken() -> None:
@@ -140,6 +144,11 @@ def test_nothing_of_the_caller_is_shared() -> None:
         made.check_consistency()
     assert meta == {"tags": ["a"], "metrics": {"loss": [0.5]}}
     assert list(tensors) == ["a"] and list(given.keys()) == ["a"] and objects == {"b": [1, 2]}
+    names = np.array(["a", "b"], dtype=object)
+    for made in (DataProto.from_dict({}, {"names": names}), DataProto(None, {"names": names})):
+        names[0] = "changed"
+        assert list(made["names"]) == ["a", "b"]
+        names[0] = "a"
 
 
 def test_repr_names_fields_dtypes_and_shapes() -> None:
@@ -185,7 +194,7 @@ def test_describe_is_a_table() -> None:
         (slice(-2, None), [2, 3]),
         (slice(3, 1), []),
         ([3, 0, -1], [3, 0, 3]),
-        ((2, 1), [2, 1]),
+        (range(3, 0, -2), [3, 1]),
         ([], []),
         (np.array([1, -4]), [1, 0]),
         (torch.tensor([2, 2]), [2, 2]),
@@ -213,12 +222,21 @@ def test_rows_by_any_index(index: Any, rows: list[int]) -> None:
         (torch.zeros(1, 1, dtype=torch.int64), ValueError, r"one-dimensional, got shape \[1, 1\]"),
         ([0.5], TypeError, "must be integers"),
         (True, TypeError, "not as bool"),
+        ((0, 1), TypeError, r"rows are given as a list: \[\[0, 1\]\], not \[0, 1\]"),
+        (torch.tensor([0, 1, 1, 0], dtype=torch.uint8), TypeError, "a mask must be bool; got uint8"),
+        (np.zeros(4, dtype=np.uint8), TypeError, "a mask must be bool; got uint8"),
         (None, TypeError, "not as NoneType"),
     ],
 )
 def test_what_names_no_row_is_refused(index: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         batch_of(4)[index]
+
+
+def test_select_idxs_takes_rows_alone() -> None:
+    assert rows_of(batch_of(4).select_idxs((2, 1))) == [2, 1]
+    with pytest.raises(TypeError, match="not as str"):
+        batch_of(4).select_idxs("score")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -243,23 +261,31 @@ def test_iteration_yields_one_row_at_a_time() -> None:
 
 
 def test_pieces_of_no_size_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1 chunk, got 0"):
-        batch_of(2).chunk(0)
-    with pytest.raises(ValueError, match="at least 1 row, got 0"):
-        batch_of(2).split(0)
+    for size in (0, True, 1.0):
+        with pytest.raises(ValueError, match=f"chunk needs a number of chunks of at least 1, got {size}"):
+            batch_of(2).chunk(size)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=f"split needs a number of rows of at least 1, got {size}"):
+            batch_of(2).split(size)  # type: ignore[arg-type]
 
 
 def test_counts_that_make_no_sense_are_refused() -> None:
     data = batch_of(3)
-    with pytest.raises(ValueError, match="times of at least 0, got -1"):
-        data.repeat(-1)
-    for divisor in (0, -2):
+    for times in (-1, True, 2.0):
+        with pytest.raises(ValueError, match=f"times of at least 0, got {times}"):
+            data.repeat(times)  # type: ignore[arg-type]
+    assert len(data.repeat(np.int64(2))) == 6  # type: ignore[arg-type]
+    for divisor in (0, -2, 2.0):
         with pytest.raises(ValueError, match=f"divisor of at least 1, got {divisor}"):
-            data.pad_to_divisor(divisor)
-    for count in (4, -1):
-        with pytest.raises(ValueError, match=f"unpad of {count} rows from a batch of 3 rows"):
-            data.unpad(count)
-    for arguments, message in (((0,), "not a multiple of mini_batch_size 0"), ((1, -1), "epochs must be at least 0")):
+            data.pad_to_divisor(divisor)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unpad of 4 rows from a batch of 3 rows"):
+        data.unpad(4)
+    with pytest.raises(ValueError, match="unpad needs a number of rows of at least 0, got -1"):
+        data.unpad(-1)
+    for arguments, message in (
+        ((0,), "mini_batch_size of at least 1, got 0"),
+        ((3.0,), "mini_batch_size of at least 1, got 3.0"),
+        ((1, -1), "epochs of at least 0, got -1"),
+    ):
         with pytest.raises(ValueError, match=message):
             data.make_iterator(*arguments)
 
@@ -297,10 +323,6 @@ def other_pieces() -> list[tuple[DataProto, str]]:
         (
             DataProto.from_dict({"ids": torch.zeros(0).long(), "score": torch.zeros(0)}, {"name": []}, meta),
             r"int64\[2, 3\] in piece 0, int64\[0\] in piece 1",
-        ),
-        (
-            DataProto.from_dict({"ids": tensors["ids"].to("meta"), "score": tensors["score"]}, names, meta),
-            r"int64\[2, 3\] in piece 0, int64\[1, 3\] on meta in piece 1",
         ),
         (DataProto(None, {"name": np.array(["row 0"])}, meta), "one has no batch"),
     ]
@@ -435,6 +457,7 @@ def test_union_joins_fields_meta_data_plan_and_normalizers() -> None:
         (DataProto.from_dict({"x": torch.zeros(2)}, {"name": ["row 0", "row 2"]}), "different values of name"),
         (DataProto.from_dict({"x": torch.zeros(2)}, meta_info={"tags": ["b"]}), "meta_info has different .* tags"),
         (DataProto.from_dict({"x": torch.zeros(3)}), "union of 2 and 3 rows"),
+        (3, "union with a int, not a DataProto"),
         (DataProto.from_dict({"name": torch.zeros(2)}), "name: given both as tensor and as non-tensor"),
     ],
 )
@@ -466,6 +489,8 @@ def test_a_clone_shares_nothing() -> None:
     copy["name"][0] = "other"
     copy.meta_info["tags"].append("b")
     assert rows_of(data) == [0, 1]
+    trained = DataProto.from_dict({"x": torch.ones(2, requires_grad=True)})
+    assert deepcopy(trained)["x"].requires_grad and deepcopy(trained)["x"] is not trained["x"]
 
 
 def test_what_to_broadcast_is_a_property_and_the_documented_key() -> None:

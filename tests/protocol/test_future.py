@@ -143,6 +143,37 @@ def test_what_is_no_future_is_refused(references: list[Any], sizes: list[int] | 
         DataProtoFuture.concat(references, sizes)
 
 
+@given(SIZES, st.integers(1, 4), st.booleans())
+def test_the_stub_and_the_fields_are_known_without_fetching(sizes: list[int], chunks: int, known: bool) -> None:
+    whole, parts = remote_pieces(sizes)
+    future = DataProtoFuture.concat(parts, sizes if known else None, [part.value[:0] for part in parts])
+    chosen = future.select(["name", "score"])
+    pieces = [DataProtoFuture.concat([piece]) for piece in chosen.chunk(chunks)]
+    stubs = [one.stub() for one in (future, chosen, *pieces)]
+    with pytest.raises(ValueError, match="the batch lacks ids; it has name, score"):
+        pieces[-1].select(["ids"])
+    assert not any(part.fetched for part in parts)
+    for one, stub in zip((future, chosen, *pieces), stubs, strict=True):
+        assert_same(stub, one.get().stub())
+    assert_same(stubs[0], whole.stub())
+    assert_same(chosen.get(), whole.select(["score"], ["name"]))
+    assert rows_of(DataProto.concat([piece.get() for piece in future.chunk(chunks)])) == rows_of(whole)
+
+
+def test_what_is_not_known_of_remote_rows() -> None:
+    _, parts = remote_pieces([2, 2])
+    without = DataProtoFuture.concat(parts, sizes=[2, 2])
+    with pytest.raises(ValueError, match="only if it is made with heads"):
+        DataProtoFuture.concat([without]).stub()
+    with pytest.raises(ValueError, match="the batch lacks other; it has ids, name, score"):
+        without.select(["other"]).get()
+    other = DataProto(meta_info={"step": 4, "tags": ["a"]})
+    with pytest.raises(ValueError, match="meta_info step is 3 in piece 0, 4 in piece 1"):
+        DataProtoFuture.concat(parts, heads=[batch_of(0), other]).stub()
+    with pytest.raises(ValueError, match="2 references with 1 heads"):
+        DataProtoFuture.concat(parts, heads=[batch_of(0)])
+
+
 def test_what_arrives_is_checked() -> None:
     _, parts = remote_pieces([2, 2])
     with pytest.raises(ValueError, match="part 1 is a list, not a DataProto"):
@@ -154,5 +185,5 @@ def test_what_arrives_is_checked() -> None:
         DataProtoFuture.concat([parts[0], other]).get()
     for chunks in (0, -1):
         for future in (DataProtoFuture.concat(parts), DataProtoFuture.concat(parts, sizes=[2, 2])):
-            with pytest.raises(ValueError, match="at least 1 chunk"):
+            with pytest.raises(ValueError, match="chunks of at least 1"):
                 future.chunk(chunks)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from roll.protocol import DataProto, collate_fn
-from roll.protocol.joining import same_value
+from roll.protocol.joining import concat_tensors, same_value
 
 
 def measured(metrics: Any, rows: int = 1, **meta: Any) -> DataProto:
@@ -48,6 +48,11 @@ def test_metrics_put_in_by_hand_are_joined_by_the_same_rule() -> None:
         DataProto.concat(pieces)
 
 
+def test_devices_are_compared() -> None:
+    with pytest.raises(ValueError, match=r"x is float32\[1\] in piece 0, float32\[1\] on meta in piece 1"):
+        concat_tensors([{"x": torch.zeros(1)}, {"x": torch.zeros(1, device="meta")}])
+
+
 def test_metrics_are_a_dict() -> None:
     with pytest.raises(ValueError, match=r"metrics must be a dict of names and values, got \[1\]"):
         measured([1])
@@ -58,7 +63,13 @@ def test_pieces_of_one_batch_count_its_metrics_once() -> None:
     for pieces in (data.chunk(3), data.split(3), data.chunk(9)):
         assert [piece.meta_info for piece in pieces[1:]] == [{"step": 3}] * (len(pieces) - 1)
         assert DataProto.concat(pieces).meta_info == data.meta_info
+    for epochs in (1, 2):
+        assert DataProto.concat(list(data.make_iterator(2, epochs, seed=1))).meta_info == data.meta_info
+    groups = data.update({"kind": ["a", "b", "a", "c"]}).group_by("kind").values()
+    assert [len(group) for group in groups] == [2, 1, 1]
+    assert DataProto.concat(list(groups)).meta_info == data.meta_info
     assert collate_fn(list(data)).meta_info == data.meta_info
+    assert data[1:].meta_info == data.meta_info  # taken alone, so with all that is known of it
 
 
 def test_collate_fn_refuses_rows_of_different_batches() -> None:
@@ -94,6 +105,9 @@ def test_arrays_and_tensors_in_meta_data_are_compared_by_value() -> None:
     [
         (float("nan"), float("nan"), True),
         (1, 1.0, True),
+        (1, True, False),
+        ([0], [False], False),
+        (np.bool_(True), True, True),
         ([1, [2]], [1, [2]], True),
         ([1], (1,), False),
         ([1], [1, 2], False),

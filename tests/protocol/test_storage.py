@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,15 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
         batch_of(1).save(tmp_path / "missing" / "batch")
 
 
+def test_two_threads_may_save_to_one_path(tmp_path: Path) -> None:
+    whole = [batch_of(3), batch_of(30_000)]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(5):
+            list(pool.map(lambda data: data.save(tmp_path / "batch"), whole))
+            assert len(DataProto.load(tmp_path / "batch")) in (3, 30_000)
+    assert [file.name for file in tmp_path.iterdir()] == ["batch"]
+
+
 def test_other_files_and_parts_of_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "batch"
     batch_of(3).save(path)
@@ -105,7 +115,17 @@ def test_other_files_and_parts_of_files_are_refused(tmp_path: Path) -> None:
         path.write_bytes(whole[:length])
         with pytest.raises(ValueError, match="batch is cut off or damaged"):
             DataProto.load(path)
-    for other in (b"", whole[:5], pickle.dumps(batch_of(3)), b"roll.DataProto 2\n" + whole[17:]):
+    for place in range(len(storage_module._HEADER), len(whole), 29):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x41]) + whole[place + 1 :])
+        with pytest.raises(ValueError, match="batch is cut off or damaged"):
+            DataProto.load(path)
+    path.write_bytes(whole + b"junk")
+    with pytest.raises(ValueError, match="batch is cut off or damaged"):
+        DataProto.load(path)
+    storage_module.save([1], path)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="batch holds a list, not a batch"):
+        DataProto.load(path)
+    for other in (b"", whole[:5], pickle.dumps(batch_of(3)), b"roll.DataProto 3\n" + whole[17:]):
         path.write_bytes(other)
         with pytest.raises(ValueError, match="so it is no batch that this version can read"):
             DataProto.load(path)

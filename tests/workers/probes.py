@@ -70,30 +70,33 @@ class Probe(Worker):
         self.wait_on(rank, seconds)
         return self.sum_of_ranks()
 
-    @register(Dispatch.DP_MP_DISPATCH_FIRST)
+    @register(Dispatch.DP_MP_DISPATCH_FIRST, returns_batch=True)
     def scaled(self, data: DataProto, scale: int) -> DataProto:
         """`scale` times the rows; every rank must be the leader of its group."""
         return type(data).from_dict({"y": data["x"] * scale})
 
-    @register(Dispatch.DP_MP_DISPATCH_FIRST, uneven="pad")
+    @register(Dispatch.DP_MP_DISPATCH_FIRST, uneven="pad", returns_batch=True)
     def negated(self, data: DataProto) -> DataProto:
-        return type(data).from_dict({"x": -data["x"]}, meta_info={"metrics": {"rank": [self.rank]}})
+        return type(data).from_dict(
+            {"x": -data["x"], "more": data["x"]}, meta_info={"step": 3, "metrics": {"rank": [self.rank]}}
+        )
 
     @register(Dispatch.DP_MP_COMPUTE)
     def rows(self, data: DataProto) -> list[int]:
         return data["x"].tolist()
 
-    @register(Dispatch.DP_MP_COMPUTE, uneven="pad", fields=("x",))
+    @register(Dispatch.DP_MP_COMPUTE, uneven="pad", fields=("x",), returns_batch=True)
     def squared(self, data: DataProto) -> DataProto:
         assert list(data.tensors) == ["x"] and len(data) == 2
         data["x"].square_()  # The rows are this rank's own, though the object store has them once.
-        return type(data).from_dict({"y": data["x"]})
+        return type(data).from_dict({"y": data["x"]}, meta_info=data.meta_info)
 
     @register(Dispatch.DP_MP_DISPATCH_FIRST)
     def kinds(self, data: DataProto) -> list[str]:
-        """Of every rank of the group: whether it got rows or a stub."""
+        """Of every rank of the group: whether it got rows or a stub, which know the same of the batch."""
         import torch.distributed as dist
 
+        assert data.meta_info["step"] == 3
         kinds = [""] * self.world_size
         dist.all_gather_object(kinds, "stub" if data.batch is None else "rows")
         return kinds

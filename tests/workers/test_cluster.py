@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -18,13 +19,14 @@ import ray
 import torch
 
 from roll.parallel.degrees import ParallelDegrees
-from roll.protocol import DataProto, DataProtoFuture, MicroBatchPlan
+from roll.protocol import DataProto, DataProtoFuture, MicroBatchPlan, storage
 from roll.workers import CallTimedOut, Cluster, Placement, PlacementLayout, WorkerError, WorkerFailed
 from tests.workers.probes import Probe
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
 ROOT = Path(__file__).parents[2]
+META = {"step": 3}
 
 
 @pytest.fixture
@@ -86,21 +88,50 @@ def test_planned_batch_there_and_back(placement: Placement) -> None:
 
 def test_results_may_stay_with_the_workers(placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
     data = DataProto.from_dict({"x": torch.arange(4)})
+
+    def unpacked_here(values: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        assert shape[0] == 0, "rows came to the driver"
+        return storage.unpacked(values, dtype, shape)
+
     with (
         Cluster(Probe, role="probe", degrees=ParallelDegrees(2), placement=placement) as two,
         Cluster(Probe, role="single", degrees=ParallelDegrees(1), placement=placement) as one,
     ):
         with monkeypatch.context() as patch:
-            patch.setattr("roll.protocol.storage.unpacked", lambda *parts: pytest.fail("rows came to the driver"))
+            patch.setattr(
+                "roll.protocol.batch_data.storage", SimpleNamespace(**vars(storage) | {"unpacked": unpacked_here})
+            )
             negated = two.submit_remote("negated", data).result()
             twice = one.submit_remote("negated", negated).result()
         assert isinstance(negated, DataProtoFuture) and negated.num_rows == twice.num_rows == 4
         assert two.call("rows", twice) == [[0, 1], [2, 3]]
         assert one.call("rows", negated) == [[0, -1, -2, -3]]
         fetched = negated.get()
-        assert fetched["x"].tolist() == [0, -1, -2, -3] and fetched.meta_info == {"metrics": {"rank": [0, 1]}}
-        with pytest.raises(WorkerFailed, match="only a DataProto can stay with the worker, the method returned list"):
-            two.submit_remote("rows", data).result()
+        assert fetched["x"].tolist() == [0, -1, -2, -3] and fetched["more"].tolist() == [0, 1, 2, 3]
+        assert fetched.meta_info == {"step": 3, "metrics": {"rank": [0, 1]}}
+        assert two.call("squared", negated)["y"].tolist() == [0, 1, 4, 9]  # which reads x alone
+        # What cannot be is refused before a rank is called, and both clusters go on.
+        with pytest.raises(ValueError, match="rows is not registered with returns_batch=True"):
+            two.submit_remote("rows", data)
+        with pytest.raises(ValueError, match="the batch lacks x; it has y"):
+            two.call("squared", one.submit_remote("scaled", data, scale=2).result())
+        one.shutdown()
+        for use in (twice.get, lambda: two.call("rows", twice), lambda: two.submit_remote("scaled", twice, scale=2)):
+            with pytest.raises(WorkerError, match="the rows were with the workers of single, which have been stopped"):
+                use()
+        assert two.call("rows", negated) == [[0, -1], [-2, -3]]
+
+
+def test_death_of_a_worker_that_holds_rows(placement: Placement) -> None:
+    single, other = (
+        Cluster(Probe, role=role, degrees=ParallelDegrees(1), placement=placement) for role in ("single", "other")
+    )
+    other.ready()
+    rows = single.submit_remote("negated", DataProto.from_dict({"x": torch.arange(4)})).result()
+    ray.kill(single.actors[0])
+    with pytest.raises(WorkerFailed) as failed:
+        other.call("rows", rows)
+    assert failed.value.role == "single"
 
 
 def test_shares_are_put_once_and_are_each_ranks_own(local_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +144,7 @@ def test_shares_are_put_once_and_are_each_ranks_own(local_ray: None, monkeypatch
 
     monkeypatch.setattr(ray, "put", counting)
     degrees = ParallelDegrees(4, tp=2)
-    data = DataProto.from_dict({"x": torch.arange(3), "half": torch.ones(3, 5, dtype=torch.bfloat16)})
+    data = DataProto.from_dict({"x": torch.arange(3), "half": torch.ones(3, 5, dtype=torch.bfloat16)}, meta_info=META)
     with Placement(PlacementLayout({"probe": 4})) as placement:
         cluster = Cluster(Probe, role="probe", degrees=degrees, placement=placement)
         assert cluster.call("squared", data)["y"].tolist() == [0, 1, 4]  # padded to 4 rows, and cut again
@@ -123,6 +154,8 @@ def test_shares_are_put_once_and_are_each_ranks_own(local_ray: None, monkeypatch
         sizes.clear()
         assert cluster.call("kinds", data[:2]) == [["rows", "stub"] * 2] * 2
         assert sizes == [18, 18, 0]
+        remote = cluster.submit_remote("squared", data.repeat(4)[:4]).result()
+        assert cluster.call("kinds", remote) == [["rows", "stub"] * 2] * 2  # the stubs know its meta_info
         sizes.clear()
         cluster.rows_on = "every_rank"
         assert cluster.call("kinds", data[:2]) == [["rows"] * 4] * 2
@@ -130,6 +163,8 @@ def test_shares_are_put_once_and_are_each_ranks_own(local_ray: None, monkeypatch
 
 
 def test_call_that_cannot_be_made_reaches_no_rank(placement: Placement) -> None:
+    with pytest.raises(ValueError, match="rows_on must be one of leader, every_rank, got 'all'"):
+        probes(placement, rows_on="all")
     with pytest.raises(ValueError, match="probe has 4 ranks, the placement has 2 for it"):
         Cluster(Probe, role="probe", degrees=ParallelDegrees(4), placement=placement)
     with Cluster(Probe, role="single", degrees=ParallelDegrees(1), placement=placement) as cluster:

@@ -157,8 +157,9 @@ def test_gather_joins_batches_and_undoes_the_plan(dispatch: Dispatch) -> None:
     assert gather(rule, halves, Sent(num_rows=4))["y"].tolist() == [0, 10, 20, 30]
     joined = gather(rule, [results_of([4, 0, 3]), results_of([2, 1])], planned)
     assert joined["y"].tolist() == [0, 10, 20, 30, 40]
-    with pytest.raises(ValueError, match="4 rows of results for a plan of 5 rows"):
-        gather(rule, halves, planned)
+    for wrong in (halves, [results_of([4, 0]), results_of([3, 2, 1])]):  # too few, and as many but not each its own
+        with pytest.raises(ValueError, match="data-parallel group 0 returned 2 rows for its share of 3"):
+            gather(rule, wrong, planned)
 
 
 @pytest.mark.parametrize("dispatch", SPLITTING)
@@ -179,8 +180,9 @@ def test_padding_that_the_result_would_see_is_refused() -> None:
     rule, padded = Rule(Dispatch.DP_MP_COMPUTE, uneven="pad"), Sent(num_rows=3, padding=1)
     with pytest.raises(ValueError, match="a method with uneven='pad' must return a DataProto, got dict"):
         gather(rule, [{"loss": 1.0}, {"loss": 2.0}], padded)
-    with pytest.raises(ValueError, match="2 rows of results for 3 rows and 1 of padding"):
-        gather(rule, [results_of([0]), results_of([1])], padded)
+    for wrong in ([results_of([0]), results_of([1])], [results_of([0]), results_of([1, 2, 2])]):
+        with pytest.raises(ValueError, match="data-parallel group 0 returned 1 rows for its share of 2"):
+            gather(rule, wrong, padded)
     with pytest.raises(ValueError, match="batches of 3, 5 rows cannot be padded alike"):
         route(rule, DP_LAST, [batch(3)], {"extra": batch(5)})
     with pytest.raises(ValueError, match="batches of 4, 5 rows cannot be padded alike"):
@@ -217,6 +219,18 @@ def test_settings_of_a_rule_that_would_do_nothing_are_refused() -> None:
             register(dispatch, uneven="pad")
         with pytest.raises(ValueError, match=f"{dispatch.name} splits no batch"):
             register(dispatch, fields=["x"])
+        with pytest.raises(ValueError, match=f"{dispatch.name} splits no batch"):
+            register(dispatch, returns_batch=True)
+
+
+def test_unknown_settings_are_refused() -> None:
+    for make in (register, Rule):
+        with pytest.raises(ValueError, match="uneven must be one of refuse, pad, got 'padd'"):
+            make(Dispatch.DP_MP_COMPUTE, uneven="padd")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="fields are given as a list, got 'xy'"):
+        register(Dispatch.DP_MP_COMPUTE, fields="xy")
+    with pytest.raises(ValueError, match="rows_on must be one of leader, every_rank, got 'every rank'"):
+        route(Rule(Dispatch.DP_MP_COMPUTE), DP_LAST, [batch(4)], {}, rows_on="every rank")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dispatch", SPLITTING)
@@ -245,7 +259,10 @@ class Elsewhere:
 
 @pytest.mark.parametrize("dispatch", SPLITTING)
 def test_remote_rows_are_cut_without_being_fetched(dispatch: Dispatch) -> None:
-    rows = DataProtoFuture.concat([Elsewhere(0), Elsewhere(1)], sizes=[1, 3])
+    heads = [batch(0).update({"text": []}), batch(0).update({"text": []})]
+    for number, head in enumerate(heads):
+        head.meta_info["metrics"] = {"part": [number]}
+    rows = DataProtoFuture.concat([Elsewhere(0), Elsewhere(1)], sizes=[1, 3], heads=heads)
     routed, sent = route(Rule(dispatch), DP_LAST, [rows], {})
     assert sent == Sent(None, 4, 0)
     shares = [rank.args[0] for rank in routed]
@@ -254,7 +271,26 @@ def test_remote_rows_are_cut_without_being_fetched(dispatch: Dispatch) -> None:
         assert shares == [first] * 4 + [second] * 4
     else:
         assert [shares[0], shares[4]] == [first, second]
-        assert all(len(stub) == 0 and stub.batch is None for rank, stub in enumerate(shares) if rank not in (0, 4))
+        stubs = [stub for rank, stub in enumerate(shares) if rank not in (0, 4)]
+        assert all(stub.batch is None and not stub.non_tensor_batch for stub in stubs)
+        assert all(stub.meta_info == {"step": 7, "metrics": {"part": [0, 1]}} for stub in stubs)
+    read = route(Rule(dispatch, fields=("x",)), DP_LAST, [rows], {})[0][4].args[0]
+    assert read.fields == ("x",) and read.num_rows == 2
+    with pytest.raises(ValueError, match="the batch lacks y; it has text, x"):
+        route(Rule(dispatch, fields=("y",)), DP_LAST, [rows], {})
+
+
+def test_remote_rows_of_unknown_meta_info_go_where_there_are_no_stubs() -> None:
+    rows = DataProtoFuture.concat([Elsewhere(0), Elsewhere(1)], sizes=[1, 3])
+    placed: list[Any] = []
+    with pytest.raises(ValueError, match="known without its rows only if it is made with heads"):
+        route(Rule(Dispatch.DP_MP_DISPATCH_FIRST), DP_LAST, [rows], {}, put=placed.append)
+    assert placed == []
+    for rule, degrees in (
+        (Rule(Dispatch.DP_MP_COMPUTE), DP_LAST),
+        (Rule(Dispatch.DP_MP_DISPATCH_FIRST), ParallelDegrees(2)),
+    ):
+        assert route(rule, degrees, [rows], {})[0][-1].args[0] == rows.chunk(2)[1]
 
 
 @pytest.mark.parametrize("dispatch", SPLITTING)
@@ -270,11 +306,15 @@ def test_remote_rows_that_cannot_be_split(dispatch: Dispatch) -> None:
 
 
 def test_what_cannot_stay_with_the_workers() -> None:
-    check_can_stay(Rule(Dispatch.DP_MP_COMPUTE), Sent(None, 4))
-    with pytest.raises(ValueError, match="ONE_TO_ALL joins no batches"):
-        check_can_stay(Rule(Dispatch.ONE_TO_ALL), Sent())
+    rule = Rule(Dispatch.DP_MP_COMPUTE, uneven="pad", returns_batch=True)
+    check_can_stay("score", rule, DP_LAST, [batch(4)])
+    for other in (Rule(Dispatch.ONE_TO_ALL), Rule(Dispatch.DP_MP_COMPUTE)):
+        with pytest.raises(ValueError, match="train is not registered with returns_batch=True"):
+            check_can_stay("train", other, DP_LAST, [batch(4)])
     with pytest.raises(ValueError, match="with rows that only fill it up"):
-        check_can_stay(Rule(Dispatch.DP_MP_COMPUTE, uneven="pad"), Sent(None, 3, 1))
+        check_can_stay("score", rule, DP_LAST, [batch(3)])
+    with pytest.raises(ValueError, match="with a micro-batch plan"):
+        check_can_stay("score", rule, DP_LAST, [batch(5, PLAN)])
 
 
 class Base:

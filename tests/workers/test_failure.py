@@ -28,6 +28,12 @@ def test_lost_peer_is_no_cause_although_it_is_seen_first(lost: str) -> None:
     assert first_cause([raised(0, lost, 1.0), raised(1, "ValueError: x", 2.0)]).rank == 1
 
 
+def test_a_connection_of_the_role_itself_is_a_cause() -> None:
+    own = "requests.exceptions.ConnectionError: [Errno 111] Connection refused"
+    assert not raised(0, own, 1.0).follows_from_a_peer
+    assert first_cause([raised(1, GLOO, 0.5), raised(0, own, 1.0)]).rank == 0
+
+
 def test_earliest_of_equal_failures() -> None:
     assert first_cause([raised(0, "ValueError: late", 2.0), raised(3, "ValueError: early", 1.0)]).rank == 3
     assert first_cause([dead(2, 5.0), dead(1, 6.0)]).rank == 2
