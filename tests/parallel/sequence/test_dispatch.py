@@ -258,6 +258,9 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("mamba", {}, "does not go through transformers' attention interface, so that nothing would be patched"),
     ("falcon_h1", {}, "tokens meet outside of attention"),
     ("bloom", {}, "its forward takes no position_ids"),
+    ("opt", {"ffn_dim": 48}, "it counts positions itself"),
+    ("biogpt", {}, "it counts positions itself"),
+    ("roberta", {"is_decoder": True}, "it counts positions itself"),
     ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "RoPE of type dynamic"),
 ]
 
