@@ -40,10 +40,11 @@ def all_to_all(
     way back too: every element has one place, so this needs no reducer.
 
     Args:
-        check: compare the shapes of all ranks first, at the price of a small exchange; False where they are known.
+        check: compare the shapes and dtypes of all ranks first, at the price of a small exchange; False where they
+            are known.
 
     Raises:
-        ValueError: n does not divide `scatter_dim`, the dims are the same, or shapes differ between ranks.
+        ValueError: n does not divide `scatter_dim`, the dims are the same, or shapes or dtypes differ between ranks.
     """
     group = sequence_group(group)
     if group is None or group.size() == 1:
@@ -55,7 +56,7 @@ def all_to_all(
             problem = f"all_to_all scatters and gathers the same dim {scatter_dim}"
         elif x.shape[scatter_dim] % group.size():
             problem = f"dim {scatter_dim} of {tuple(x.shape)} does not divide by the {group.size()} ranks of the group"
-        agree(group, problem, shape=tuple(x.shape), dims=(scatter_dim, gather_dim))
+        agree(group, problem, shape=tuple(x.shape), dtype=x.dtype, dims=(scatter_dim, gather_dim))
     by_receiver = x.unflatten(scatter_dim, (group.size(), -1)).movedim(scatter_dim, 0)
     by_sender = _AllToAll.apply(by_receiver, group)
     return by_sender.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
@@ -68,13 +69,13 @@ def gather_tensor(x: Tensor, dim: int = 1, group: ProcessGroup | None = None, *,
     `split_tensor`, has torch's own backward under both: zero outside the rank's part, which the reducer completes.
 
     Raises:
-        ValueError: shapes differ between ranks.
+        ValueError: shapes or dtypes differ between ranks.
     """
     check_reducer(reducer)
     group = sequence_group(group)
     if group is None or group.size() == 1:
         return x
-    agree(group, None, shape=tuple(x.shape))
+    agree(group, None, shape=tuple(x.shape), dtype=x.dtype)
     parts = _Gather.apply(x, group, float(group.size()) if reducer == "mean" else 1.0)
     return _join(parts, dim % x.ndim)
 

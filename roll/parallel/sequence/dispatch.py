@@ -23,6 +23,9 @@ def dispatch_modules(model: nn.Module, *, group: ProcessGroup | None = None) -> 
     part. An `attention_mask` and `cu_seq_lens_q` are those of the whole rows, on every rank. Position ids are of the
     part; without them every row counts from 0. Labels are shifted already and passed as `shift_labels`.
 
+    Without a mask and `cu_seq_lens_q`, documents begin where position ids start again: also in a model that takes
+    positions for its table alone (BERT), where transformers on one process would attend across.
+
     Args:
         model: a transformers decoder, or a module that contains one (DistributedDataParallel, an adapter).
         group: the ranks that share a sequence; by default those of `init_sequence_parallel`, asked at every call.

@@ -111,8 +111,11 @@ class DispatchedModel:
                     "labels would be shifted within each part and lose the one at its end: shift them before the "
                     "split (shift_labels) and pass them as shift_labels"
                 )
-            elif kwargs.get("logits_to_keep"):
-                self.problem = "logits_to_keep would keep the end of every part; compute all logits"
+            elif not _keeps_all(kwargs.get("logits_to_keep")):
+                self.problem = (
+                    "logits_to_keep would keep the end of every part: compute all logits; a dispatched model cannot "
+                    "generate"
+                )
         if labels is None and shifted is not None:  # transformers computes a loss only if there are labels
             kwargs["labels"] = shifted
         return kwargs
@@ -196,6 +199,10 @@ def dispatch_of(model: PreTrainedModel) -> DispatchedModel | None:
     """What dispatched this model or its decoder."""
     found = [part.__dict__[ATTRIBUTE] for part in model.modules() if ATTRIBUTE in part.__dict__]
     return found[0] if found else None
+
+
+def _keeps_all(logits_to_keep: int | Tensor | None) -> bool:
+    return logits_to_keep is None or (isinstance(logits_to_keep, int) and logits_to_keep == 0)
 
 
 def _own_config(model: PreTrainedModel) -> None:

@@ -33,15 +33,16 @@ def find_inputs(
     tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
     problem = problem or _problem(config, given, tokens, ranks)
     mask, cu_seqlens, positions = (given.get(name) for name in ("attention_mask", "cu_seq_lens_q", "position_ids"))
+    if problem is not None:  # what is given may be anything
+        agree(group, problem)
+    assert isinstance(tokens, Tensor)
     agree(
         group,
-        problem,
-        shape=None if tokens is None else tuple(tokens.shape[:2]),
+        shape=tuple(tokens.shape[:2]),
         attention_mask=_digest(mask),
         cu_seq_lens_q=_digest(cu_seqlens),
         position_ids=None if positions is None else tuple(positions.shape),
     )
-    assert tokens is not None
     rows, size = tokens.shape[:2]
     length, device = ranks * size, tokens.device
     counted = torch.arange(rank * size, (rank + 1) * size, device=device).unsqueeze(0)
@@ -62,25 +63,32 @@ def find_inputs(
 
 def _problem(config: Any, given: dict[str, Any], tokens: Any, ranks: int) -> str | None:
     """What this rank cannot go on with."""
+    if given.get("use_cache") or given.get("past_key_values") is not None or given.get("cache") is not None:
+        return "a dispatched model has no cache, so it cannot generate: undispatch_modules it first"
     if tokens is None:
         return "the model was called without input_ids and inputs_embeds"
+    if not isinstance(tokens, Tensor) or tokens.ndim != (2 if given.get("inputs_embeds") is None else 3):
+        return f"input_ids must be [rows, tokens] and inputs_embeds [rows, tokens, size], got {_shape(tokens)}"
     rows, size = tokens.shape[:2]
-    mask, positions = given.get("attention_mask"), given.get("position_ids")
     if size == 0:
         return "the model was called with parts of no tokens"
-    if mask is not None and (not isinstance(mask, Tensor) or tuple(mask.shape) != (rows, ranks * size)):
-        shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        return (
-            f"attention_mask must be that of the whole rows, {(rows, ranks * size)} for {ranks} parts of "
-            f"{size} tokens, got {shape}: it is not split"
-        )
-    if positions is not None and (positions.ndim != 2 or len(positions) not in (1, rows) or positions.shape[1] != size):
-        return f"position_ids must be those of this rank's part, {(rows, size)}, got {tuple(positions.shape)}"
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    if mask is not None:
+        if not isinstance(mask, Tensor) or tuple(mask.shape) != (rows, ranks * size):
+            return (
+                f"attention_mask must be that of the whole rows, {(rows, ranks * size)} for {ranks} parts of "
+                f"{size} tokens, got {_shape(mask)}: it is not split"
+            )
+        if not ((mask == 0) | (mask == 1)).all():
+            return "attention_mask must be of zeros and ones"
+    if positions is not None and not (_is_integer(positions) and positions.shape in ((1, size), (rows, size))):
+        return f"position_ids must be those of this rank's part, {(rows, size)} integers, got {_shape(positions)}"
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if given.get(name) is not None and not _is_integer(given[name]):
+            return f"{name} must be a tensor of integers, got {_shape(given[name])}"
     keys = given.get("cu_seq_lens_k")
     if keys is not None and _digest(keys) != _digest(given.get("cu_seq_lens_q")):
         return "cu_seq_lens_q and cu_seq_lens_k must be the same: tokens attend to themselves"
-    if given.get("use_cache") or given.get("past_key_values") is not None or given.get("cache") is not None:
-        return "a dispatched model has no cache, so it cannot generate: undispatch_modules it first"
     for name, reason in (
         ("output_attentions", "no rank has all attention weights"),
         ("output_router_logits", "the load-balancing loss of a whole batch is not the sum of its parts'"),
@@ -89,6 +97,15 @@ def _problem(config: Any, given: dict[str, Any], tokens: Any, ranks: int) -> str
         if getattr(config, name, False) if wanted is None else wanted:
             return f"{name} is not supported: {reason}"
     return None
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+
+
+def _shape(value: Any) -> str:
+    """What was given instead, in a message."""
+    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _digest(tensor: Tensor | None) -> str | None:
@@ -100,7 +117,8 @@ def _digest(tensor: Tensor | None) -> str | None:
 
 
 def _whole(positions: Tensor, group: ProcessGroup | None) -> Tensor:
-    """`[b, s]` of every rank to `[b, N]`."""
+    """`[b, s]` of every rank, of any integer dtype, to `[b, N]` int64."""
+    positions = positions.long()
     if group is None or group.size() == 1:
         return positions
     parts = [torch.empty_like(positions) for _ in range(group.size())]

@@ -12,6 +12,7 @@ from torch.utils.data import Sampler
 
 from roll.parallel.sequence.agreement import agree
 from roll.parallel.sequence.groups import get_data_parallel_rank, get_data_parallel_world_size
+from roll.parallel.sequence.launch import SLURM_NAMES
 
 
 class SequenceParallelSampler(Sampler[int]):
@@ -24,6 +25,8 @@ class SequenceParallelSampler(Sampler[int]):
     Example: 5 samples in order 3 1 4 0 2, two data-parallel ranks. With `round_up` they take 3 4 2 and 1 0 3, without
     it 3 4 and 1 0.
 
+    Two passes without `set_epoch` in between have the same order. A sampler belongs to the groups that it was made in.
+
     Without `init_sequence_parallel` every rank of torch.distributed draws samples of its own, and a process that has
     no torch.distributed draws all of them.
     """
@@ -32,16 +35,14 @@ class SequenceParallelSampler(Sampler[int]):
         """Collective over all ranks. `seed=None` draws one, the same for all ranks.
 
         Raises:
-            ValueError: the dataset is empty, or too small for `round_up=False`; or ranks disagree.
+            ValueError: the dataset is empty, or too small for `round_up=False`; the seed is no integer or negative; or
+                ranks disagree.
             RuntimeError: a launcher has started several processes, but torch.distributed is not initialised; or the
                 groups were destroyed.
         """
-        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise RuntimeError(
-                f"SequenceParallelSampler: WORLD_SIZE is {os.environ['WORLD_SIZE']}, but torch.distributed is not "
-                "initialised, so every process would draw every sample: call init_dist first"
-            )
-        self.dp_rank, self.dp_size = get_data_parallel_rank(), get_data_parallel_world_size()
+        if not dist.is_initialized():
+            _check_that_alone()
+        self.dp_rank, self.dp_size = self._made_for = _data_parallel()
         self.shuffle, self.round_up, self.length = shuffle, round_up, len(dataset)
         problem = None
         if self.length == 0:
@@ -51,8 +52,8 @@ class SequenceParallelSampler(Sampler[int]):
                 f"the dataset has {self.length} samples, fewer than the {self.dp_size} data-parallel ranks, and "
                 "round_up is false: no rank would have any"
             )
-        elif seed is not None and seed < 0:
-            problem = f"seed must not be negative, got {seed}"
+        elif seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
+            problem = f"seed must be a non-negative integer, got {seed!r}"
         world = dist.group.WORLD if dist.is_initialized() else None
         agree(world, problem, length=self.length, shuffle=shuffle, seed=seed, round_up=round_up)
         self.seed = seed if seed is not None else _shared_seed()
@@ -61,10 +62,20 @@ class SequenceParallelSampler(Sampler[int]):
         self._begin = self._began = self._behind = 0
 
     def __len__(self) -> int:
-        """Samples of a whole epoch for one rank."""
+        """Samples of a whole epoch for one rank. Raises RuntimeError as a pass does."""
+        self._check_groups()
         return self._samples_of(self.length)
 
     def __iter__(self) -> Iterator[int]:
+        """A pass over the epoch.
+
+        Raises:
+            RuntimeError: the data-parallel ranks are no longer those that the sampler was made for.
+        """
+        self._check_groups()
+        return self._pass()
+
+    def _pass(self) -> Iterator[int]:
         begin = self._began = self._behind = self._begin
         self._begin = 0
         order = self._order()
@@ -109,6 +120,15 @@ class SequenceParallelSampler(Sampler[int]):
         self.seed, self.epoch = state["seed"], state["epoch"]
         self._begin = self._began = self._behind = min(state["behind"], self.length)
 
+    def _check_groups(self) -> None:
+        now = _data_parallel()
+        if now != self._made_for:
+            (rank, size), (rank_now, size_now) = self._made_for, now
+            raise RuntimeError(
+                f"the sampler was made for data-parallel rank {rank} of {size}, but this is rank {rank_now} of "
+                f"{size_now} now, so peers could draw different samples: make it after init_sequence_parallel"
+            )
+
     def _samples_of(self, samples: int) -> int:
         """For one rank, of so many for all."""
         return (samples + self.dp_size - 1 if self.round_up else samples) // self.dp_size
@@ -117,6 +137,24 @@ class SequenceParallelSampler(Sampler[int]):
         if not self.shuffle:
             return np.arange(self.length)
         return np.random.default_rng([self.seed, self.epoch]).permutation(self.length)
+
+
+def _data_parallel() -> tuple[int, int]:
+    """Rank and size, as they are now."""
+    return get_data_parallel_rank(), get_data_parallel_world_size()
+
+
+def _check_that_alone() -> None:
+    """Raise RuntimeError if a launcher has started several processes, as its variables say.
+
+    Those of torch come first: inside a Slurm job they may say that this process is one of its own.
+    """
+    name = next((name for name in ("WORLD_SIZE", SLURM_NAMES["WORLD_SIZE"]) if name in os.environ), None)
+    if name is not None and int(os.environ[name]) > 1:
+        raise RuntimeError(
+            f"SequenceParallelSampler: {name} is {os.environ[name]}, but torch.distributed is not initialised, so "
+            "every process would draw every sample: call init_dist first"
+        )
 
 
 def _shared_seed() -> int:

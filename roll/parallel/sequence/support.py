@@ -72,12 +72,23 @@ def _reasons(model: PreTrainedModel, decoder: PreTrainedModel) -> Iterator[str]:
     ropes = sorted(_rope_types(config) & LENGTH_DEPENDENT_ROPE)
     if ropes:
         yield f"RoPE of type {', '.join(ropes)} depends on the length of the whole sequence"
+    if any(_counts_positions(module) for module in decoder.modules()):
+        yield "it counts positions itself, from its mask or its tokens, rather than from 0 in every row"
     missing = {"position_ids", "attention_mask"} - set(inspect.signature(decoder.forward).parameters)
     if missing:
         yield f"its forward takes no {' and no '.join(sorted(missing))}"
 
 
 _CONVOLUTIONS = nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+
+def _counts_positions(module: nn.Module) -> bool:
+    """Whether a table of absolute positions is read elsewhere than at 0, 1, 2, ...: padding left out or an offset."""
+    if hasattr(module, "create_position_ids_from_input_ids"):
+        return True
+    if not isinstance(module, nn.Embedding) or type(module) is nn.Embedding:
+        return False
+    return hasattr(module, "offset") or "attention_mask" in inspect.signature(module.forward).parameters
 
 
 def _rope_types(config: Any) -> set[str]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from roll.parallel.sequence import (
     all_to_all,
@@ -49,6 +50,33 @@ def exchange() -> dict[str, Any]:
 def test_every_element_finds_its_place(ranks: RankPool, size: int) -> None:
     for found in ranks.run(exchange, world_size=size):
         assert all(found.values()), found
+
+
+def shapes_of_the_document() -> list[Any]:
+    """(b, s, h, d) to (b, s * n, h / n, d) for attention, and back; attention of one process beside it."""
+    with sequence_parallel_groups(dist.get_world_size()):
+        n, rank = dist.get_world_size(), dist.get_rank()
+        b, s, h, d = 2, 3, 8, 5
+        whole = [coded(b, n * s, h, d).add(shift).sin() for shift in (0.0, 0.3, 0.7)]
+        heads = [all_to_all(x.chunk(n, 1)[rank], scatter_dim=2, gather_dim=1) for x in whole]
+        context = attention(*heads)
+        back = all_to_all(context, scatter_dim=1, gather_dim=2)
+        error = (back - attention(*whole).chunk(n, 1)[rank]).abs().max()
+        return [tuple(heads[0].shape), tuple(context.shape), tuple(back.shape), float(error)]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal, `[b, s, h, d]`."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_shapes_on_the_way_to_attention_and_back(ranks: RankPool, size: int) -> None:
+    for to, context, back, error in ranks.run(shapes_of_the_document, world_size=size):
+        assert to == context == (2, 3 * size, 8 // size, 5)
+        assert back == (2, 3, 8, 5)
+        assert error < 1e-14  # fp64; the same sums in the same order, up to the kernel's choice of blocks
 
 
 def gradients_of(reducer: Any) -> dict[str, float]:
@@ -102,6 +130,8 @@ def misuse() -> list[str]:
             refusal(lambda: all_to_all(torch.ones(2, 4, 4), 1, -2)),
             refusal(lambda: all_to_all(uneven)),
             refusal(lambda: gather_tensor(uneven)),
+            refusal(lambda: all_to_all(torch.ones(2, 4, 4, dtype=(torch.float32, torch.float64)[rank]))),
+            refusal(lambda: gather_tensor(torch.ones(2, 4, dtype=(torch.float32, torch.float64)[rank]))),
             refusal(lambda: split_tensor(torch.ones(2, 3))),
             refusal(lambda: gather_tensor(uneven, reducer="average")),  # type: ignore[arg-type]
         ]
@@ -117,6 +147,8 @@ def test_misuse_is_refused_on_every_rank(ranks: RankPool) -> None:
             "scatters and gathers the same dim 1",
             "shape differs between the ranks of the group: (2, 4, 2), (2, 5, 2)",
             "shape differs between the ranks of the group: (2, 4, 2), (2, 5, 2)",
+            "dtype differs between the ranks of the group: torch.float32, torch.float64",
+            "dtype differs between the ranks of the group: torch.float32, torch.float64",
             "dim 1 of (2, 3) does not divide by the 2 ranks that share a sequence",
             "reducer must be mean or sum, got 'average'",
         ],

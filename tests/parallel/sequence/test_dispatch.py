@@ -63,6 +63,15 @@ def two_models() -> dict[str, bool]:
             "positional": close(one(split_tensor(TOKENS)).logits, own),
             "decoder alone": close(one.lm_head(one.model(split_tensor(TOKENS)).last_hidden_state), own),
             "embeddings": close(one(inputs_embeds=one.model.embed_tokens(split_tensor(TOKENS))).logits, own),
+            "dtypes of positions": close(
+                split_logits(
+                    one,
+                    position_ids=split_tensor(torch.arange(32).unsqueeze(0)).to(
+                        (torch.int32, torch.int64)[dist.get_rank()]
+                    ),
+                ),
+                own,
+            ),
             "both": False,
         }
         with dispatched_modules(other):
@@ -224,6 +233,23 @@ MISUSES: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
     "cache": (lambda rank: {"use_cache": True}, "has no cache, so it cannot generate"),
     "attentions": (lambda rank: {"output_attentions": True}, "output_attentions is not supported"),
     "some logits": (lambda rank: {"logits_to_keep": 1}, "logits_to_keep would keep the end of every part"),
+    "logits by index": (lambda rank: {"logits_to_keep": torch.tensor([0, 1])} if rank else {}, "rank 1 .* logits_to_k"),
+    "masks by layer": (
+        lambda rank: {"attention_mask": {"full_attention": torch.ones(2, 32)}} if rank else {},
+        "rank 1 of the group: attention_mask must be that of the whole rows, .* got dict",
+    ),
+    "half a mask": (lambda rank: {"attention_mask": torch.full((2, 32), 0.5)}, "attention_mask must be of zeros"),
+    "listed cu_seqlens": (
+        lambda rank: {"cu_seq_lens_q": [0, 64]} if rank else {},
+        "rank 1 of the group: cu_seq_lens_q must be a tensor of integers, got list",
+    ),
+    "listed positions": (lambda rank: {"position_ids": [0]} if rank else {}, "rank 1 .* position_ids must .* got list"),
+    "float positions": (lambda rank: {"position_ids": torch.zeros(1, 16)}, r"position_ids must be .* torch\.float32"),
+    "a row alone": (
+        lambda rank: {"input_ids": TOKENS[0, :16]} if rank else {},
+        r"rank 1 .* \[rows, tokens\] .*\(16,\)",
+    ),
+    "generation": (lambda rank: {"logits_to_keep": 1, "use_cache": True}, "cannot generate"),
     "unknown argument": (lambda rank: {"s_aux": torch.ones(8)}, "passes s_aux to its attention"),
     "not causal": (lambda rank: {"is_causal": False}, "more than a causal mask"),
 }
@@ -258,6 +284,9 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("mamba", {}, "does not go through transformers' attention interface, so that nothing would be patched"),
     ("falcon_h1", {}, "tokens meet outside of attention"),
     ("bloom", {}, "its forward takes no position_ids"),
+    ("opt", {"ffn_dim": 48}, "it counts positions itself"),
+    ("biogpt", {}, "it counts positions itself"),
+    ("roberta", {"is_decoder": True}, "it counts positions itself"),
     ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "RoPE of type dynamic"),
 ]
 

@@ -127,21 +127,24 @@ def test_samples_that_a_loader_fetched_ahead() -> None:
 def test_bad_input() -> None:
     with pytest.raises(ValueError, match="the dataset is empty"):
         SequenceParallelSampler([])
-    with pytest.raises(ValueError, match="seed must not be negative, got -1"):
-        SequenceParallelSampler([1], seed=-1)
+    for seed in (-1, 1.5, "x", True):
+        with pytest.raises(ValueError, match=f"seed must be a non-negative integer, got {seed!r}"):
+            SequenceParallelSampler([1], seed=seed)  # type: ignore[arg-type]
     state = SequenceParallelSampler(range(3)).state_dict()
     with pytest.raises(ValueError, match="state has length 3, this sampler 4"):
         SequenceParallelSampler(range(4)).load_state_dict(state)
-    with (
-        patch.dict(os.environ, WORLD_SIZE="2"),
-        pytest.raises(RuntimeError, match=r"WORLD_SIZE is 2, but torch\.distributed is not initialised"),
-    ):
-        SequenceParallelSampler([1])
+    for name in ("WORLD_SIZE", "SLURM_NTASKS"):
+        with (
+            patch.dict(os.environ, {name: "2"}),
+            pytest.raises(RuntimeError, match=rf"{name} is 2, but torch\.distributed is not initialised"),
+        ):
+            SequenceParallelSampler([1])
 
 
 def draw() -> dict[str, Any]:
     """On four ranks in pairs: a loader's epochs, a seed that nobody gave, and what ranks may not disagree on."""
-    unsplit = list(SequenceParallelSampler(range(8), shuffle=False))
+    early = SequenceParallelSampler(range(8), shuffle=False)
+    unsplit = list(early)
     with sequence_parallel_groups(2):
         sampler = SequenceParallelSampler(range(10))
         loader: DataLoader[Any] = DataLoader(range(10), sampler=sampler, batch_size=2)  # type: ignore[arg-type]
@@ -150,14 +153,18 @@ def draw() -> dict[str, Any]:
             sampler.set_epoch(epoch)
             epochs.append([batch.tolist() for batch in loader])
         own = dist.get_rank()
-        return {
+        found = {
             "unsplit": unsplit,
             "group": get_data_parallel_rank(),
             "epochs": epochs,
             "lengths": refusal(lambda: SequenceParallelSampler(range(10 + own // 3))),
             "seeds": refusal(lambda: SequenceParallelSampler(range(10), seed=own)),
+            "no seed": refusal(lambda: SequenceParallelSampler(range(10), seed="x" if own == 3 else 1)),  # type: ignore[arg-type]
             "small": refusal(lambda: SequenceParallelSampler([1], round_up=False)),
+            "early": refusal(lambda: iter(early)),
+            "early length": refusal(lambda: len(early)),
         }
+    return found | {"late": refusal(lambda: iter(sampler))}
 
 
 def test_ranks(ranks: RankPool) -> None:
@@ -173,4 +180,8 @@ def test_ranks(ranks: RankPool) -> None:
     for rank in found:
         assert rank["lengths"].endswith("length differs between the ranks of the group: 10, 10, 10, 11")
         assert rank["seeds"].endswith("seed differs between the ranks of the group: 0, 1, 2, 3")
+        assert rank["no seed"].endswith("rank 3 of the group: seed must be a non-negative integer, got 'x'")
+        assert rank["early"] == rank["early length"]
+        assert "make it after init_sequence_parallel" in rank["early"]
+        assert "the sequence-parallel groups were destroyed" in rank["late"]
         assert "1 samples, fewer than the 2 data-parallel ranks" in rank["small"]
