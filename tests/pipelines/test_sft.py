@@ -181,7 +181,6 @@ def write_sources(folder: Path) -> None:
 
 
 def test_every_kind_of_source_is_read(tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
     write_sources(tmp_path)
     common = ["alphabet=abcd", "data.held_out_share=0", "seq_len=8", "micro_bsz=1"]
     for kind, file in {"conversations": "rows.jsonl", "tokenized": "tokens.bin"}.items():
