@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from roll.models.attention import row_after_row, side_by_side
 from roll.models.packed_sequence import PackedSequence
@@ -80,6 +81,7 @@ class _RingAttention(torch.autograd.Function):
         return context
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of q, k and v."""
         query, key, value, context, lse = ctx.saved_tensors

@@ -61,7 +61,7 @@ def init_sequence_parallel(
     existing = _groups if _groups is not None and _groups.world is world else None
     size = sequence_parallel_world_size
     problem = None
-    if not isinstance(size, int) or size < 1:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         problem = f"sequence_parallel_world_size must be a positive integer, got {size!r}"
     elif ranks % size:
         problem = f"sequence_parallel_world_size {size} does not divide the {ranks} ranks"

@@ -39,13 +39,13 @@ def init_dist(
         raise ValueError(f"init_backend must be torch or deepspeed, got {init_backend!r}")
     if dist.is_initialized():
         raise RuntimeError("torch.distributed is initialised already")
+    if init_backend == "deepspeed":
+        import deepspeed  # before anything is joined, in case it is not installed
     os.environ.update(rendezvous(launcher, dict(os.environ)))
     platform = get_platform()
     platform.use_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(backend or platform.collective_backend, timeout=timeout)
     if init_backend == "deepspeed":
-        import deepspeed
-
         deepspeed.init_distributed(dist_backend=backend or platform.collective_backend)
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from roll.parallel.sequence.collectives import Reducer, check_reducer
+from roll.parallel.sequence.agreement import agree
+from roll.parallel.sequence.collectives import Reducer
 from roll.parallel.sequence.groups import sequence_group
 
 
@@ -34,7 +35,9 @@ def reduce_sequence_parallel_loss(
     loss that looks right.
 
     Args:
-        mean_loss: scalar, the mean over this rank's tokens; without any it may be NaN and does not count.
+        mean_loss: scalar, the mean over this rank's tokens. Without any its value may be NaN and does not count, but
+            zero is still propagated back through it, and through a division of 0 by 0 zero becomes NaN: a mean that is
+            written by hand divides by `count.clamp(min=1)`.
         num_tokens: how many tokens that is. Labels are shifted before they are split (`shift_labels`), so this is
             `(labels != -100).sum()` of the rank's own labels. Not changed.
         total_tokens: divide by this instead of the group's tokens: the labels of all micro-batches of a step, if
@@ -46,25 +49,58 @@ def reduce_sequence_parallel_loss(
         Scalar of the dtype of `mean_loss`; zero, with zero gradients, if no rank has a token.
 
     Raises:
-        ValueError: `mean_loss` or `num_tokens` is not a scalar, or the reducer is unknown.
+        ValueError: on every rank, if on one of them a loss or a number of tokens is not a scalar or the reducer is
+            unknown, or if they do not have the same reducer and total_tokens.
     """
-    check_reducer(reducer)
-    if mean_loss.numel() != 1:
-        raise ValueError(f"mean_loss must be a scalar, got shape {tuple(mean_loss.shape)}")
-    own = torch.as_tensor(num_tokens, device=mean_loss.device).detach().to(torch.float64)
-    if own.numel() != 1:
-        raise ValueError(f"num_tokens must be one number, got shape {tuple(own.shape)}")
-    own = own.reshape(())
     group = sequence_group(group)
-    counted = torch.where(own > 0, own * mean_loss.detach().double().reshape(()), 0.0)
-    sums = torch.stack((counted, own))
-    if group is not None and group.size() > 1:
-        dist.all_reduce(sums, group=group)
-    total = sums[1] if total_tokens is None else torch.as_tensor(total_tokens, device=own.device).double()
-    denominator = total.clamp(min=1)
+    device = mean_loss.device
+    own = torch.as_tensor(num_tokens, device=device).detach().double()
+    total = None if total_tokens is None else torch.as_tensor(total_tokens, device=device).detach().double()
+    problem = _problem(mean_loss, own, total, reducer)
+    if problem is None:
+        own = own.reshape(())
+        counted = torch.where(own > 0, own * mean_loss.detach().double().reshape(()), 0.0)
+        total = None if total is None else total.reshape(())
+    else:
+        own, counted, total = torch.zeros(3, dtype=torch.float64, device=device).unbind()
+    everyone = _exchange(counted, own, total, problem, reducer, group)
+    sums = everyone.sum(0)
+    denominator = (sums[1] if total is None else total).clamp(min=1)
     ranks = 1 if group is None or reducer == "sum" else group.size()
     reduced: Tensor = _WeightedMean.apply(mean_loss, sums[0] / denominator, ranks * own / denominator)
     return reduced
+
+
+def _problem(mean_loss: Tensor, own: Tensor, total: Tensor | None, reducer: str) -> str | None:
+    """What this rank cannot go on with."""
+    if reducer not in ("mean", "sum"):
+        return f"reducer must be mean or sum, got {reducer!r}"
+    if mean_loss.numel() != 1:
+        return f"mean_loss must be a scalar, got shape {tuple(mean_loss.shape)}"
+    for name, number in (("num_tokens", own), ("total_tokens", total)):
+        if number is not None and number.numel() != 1:
+            return f"{name} must be one number, got shape {tuple(number.shape)}"
+    return None
+
+
+def _exchange(
+    counted: Tensor, own: Tensor, total: Tensor | None, problem: str | None, reducer: str, group: ProcessGroup | None
+) -> Tensor:
+    """`[ranks, 2]`: the summed loss and the tokens of every rank.
+
+    Whether all can go on, and with the same settings, travels along. Only if not is there a second exchange, in words.
+    """
+    if group is None or group.size() == 1:
+        agree(None, problem)
+        return torch.stack((counted, own)).unsqueeze(0)
+    settings = torch.tensor([problem is not None, reducer == "mean"], dtype=torch.float64, device=own.device)
+    divisor = own.new_tensor([-1.0]) if total is None else total.reshape(1)
+    row = torch.cat((torch.stack((counted, own)), settings, divisor))
+    everyone = row.new_empty(group.size(), len(row))
+    dist.all_gather(list(everyone.unbind(0)), row, group=group)
+    if everyone[:, 2].any() or (everyone[:, 3:] != everyone[0, 3:]).any():
+        agree(group, problem, reducer=reducer, total_tokens=None if total is None else float(total))
+    return everyone[:, :2]
 
 
 class _WeightedMean(torch.autograd.Function):

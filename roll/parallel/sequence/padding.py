@@ -41,9 +41,15 @@ def shift_labels(labels: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
 
     With `cu_seqlens` (`[documents + 1]` over the flat `[b * N]`) the end of every document predicts nothing. To be
     called on whole sequences, before they are padded and split.
+
+    Raises:
+        ValueError: `cu_seqlens` does not lead from 0 to b * N.
     """
     shifted = F.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:].contiguous()
     if cu_seqlens is not None:
+        bounds = cu_seqlens.tolist()
+        if bounds[:1] != [0] or bounds[-1] != labels.numel() or any(b < a for a, b in pairwise(bounds)):
+            raise ValueError(f"cu_seqlens must rise from 0 to the {labels.numel()} labels, got {bounds}")
         ends = cu_seqlens[1:].to(labels.device).long()
         shifted.view(-1)[ends[ends > 0] - 1] = IGNORED_LABEL
     return shifted

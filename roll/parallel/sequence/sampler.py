@@ -112,8 +112,13 @@ class SequenceParallelSampler(Sampler[int]):
         """Continue in the middle of an epoch, with as many data-parallel ranks as there are now.
 
         Raises:
-            ValueError: the state is of another dataset or order.
+            ValueError: the state is of another dataset or order, or no sampler's.
         """
+        missing = {"epoch", "behind", "seed", "length", "shuffle"} - set(state)
+        if missing:
+            raise ValueError(f"the sampler's state has no {', '.join(sorted(missing))}")
+        if state["behind"] < 0:
+            raise ValueError(f"the sampler's state has a negative number of samples behind, {state['behind']}")
         for name in ("length", "shuffle"):
             if state[name] != getattr(self, name):
                 raise ValueError(f"the sampler's state has {name} {state[name]}, this sampler {getattr(self, name)}")

@@ -9,7 +9,7 @@ Legend: b rows, N tokens of a whole row, n ranks, s = N/n tokens of a row on a r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby, pairwise
 
@@ -73,6 +73,7 @@ class Documents:
     length: int
     spans: list[tuple[int, int]]
     device: torch.device
+    _parts: dict[tuple[int, int], Runs] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def whole(self) -> Runs:
@@ -81,7 +82,15 @@ class Documents:
         return Runs(self.rows * self.length, runs, self.device)
 
     def part(self, rank: int, ranks: int) -> Runs:
-        """Queries of one rank's part of every row, against the keys of all: what it computes for all heads."""
+        """Queries of one rank's part of every row, against the keys of all: what it computes for all heads.
+
+        Every layer asks for the same one, so it is kept.
+        """
+        if (rank, ranks) not in self._parts:
+            self._parts[rank, ranks] = self._part(rank, ranks)
+        return self._parts[rank, ranks]
+
+    def _part(self, rank: int, ranks: int) -> Runs:
         size = self.length // ranks
         runs = []
         for row in range(self.rows):

@@ -127,6 +127,7 @@ def misfits() -> dict[str, str]:
     found = {
         "3 of 4": refusal(lambda: init_sequence_parallel(3)),
         "0": refusal(lambda: init_sequence_parallel(0)),
+        "bool": refusal(lambda: init_sequence_parallel(True)),
         "text": refusal(lambda: init_sequence_parallel("2")),  # type: ignore[arg-type]
         "one rank has 3": refusal(lambda: init_sequence_parallel(3 if dist.get_rank() == 2 else 2)),
         "differ": refusal(lambda: init_sequence_parallel(2 if own > 2 else 4)),
@@ -141,6 +142,7 @@ def test_misfits_are_refused_on_every_rank(ranks: RankPool) -> None:
     assert found[0] == {
         "3 of 4": "ValueError: sequence_parallel_world_size 3 does not divide the 4 ranks",
         "0": "ValueError: sequence_parallel_world_size must be a positive integer, got 0",
+        "bool": "ValueError: sequence_parallel_world_size must be a positive integer, got True",
         "text": "ValueError: sequence_parallel_world_size must be a positive integer, got '2'",
         "one rank has 3": (
             "ValueError: rank 2 of the group: sequence_parallel_world_size 3 does not divide the 4 ranks"

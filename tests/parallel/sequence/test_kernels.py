@@ -90,6 +90,7 @@ def test_kernels(
         torch.testing.assert_close(kernel(q, k, v, documents.whole, options), expected, rtol=0, atol=1e-12)
         for rank in range(ranks):
             own = at.view(2, ranks, -1)[:, rank].flatten()
+            assert documents.part(rank, ranks) is documents.part(rank, ranks)  # built once for all layers
             found = kernel(q[own], k, v, documents.part(rank, ranks), options)
             torch.testing.assert_close(found, expected[own], rtol=0, atol=1e-12)
 

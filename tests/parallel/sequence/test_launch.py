@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -69,6 +70,11 @@ def test_refusals(launcher: str, environment: dict[str, str], message: str) -> N
 def test_an_unknown_init_backend() -> None:
     with pytest.raises(ValueError, match="init_backend must be torch or deepspeed, got 'jax'"):
         init_dist("pytorch", init_backend="jax")  # type: ignore[arg-type]
+
+
+def test_deepspeed_is_missed_before_joining() -> None:
+    with patch.dict(sys.modules, deepspeed=None), pytest.raises(ImportError, match="deepspeed"):
+        init_dist("pytorch", init_backend="deepspeed")  # else it would miss torchrun's variables
 
 
 def test_a_process_joins_as_the_document_calls_it(tmp_path: Path) -> None:

@@ -71,12 +71,31 @@ def test_alone_it_is_the_loss_itself() -> None:
     assert reduce_sequence_parallel_loss(torch.tensor(1.0, dtype=torch.bfloat16), 3).dtype == torch.bfloat16
 
 
+def test_a_mean_by_hand_over_no_tokens() -> None:
+    """Weight zero times the derivative of 0 / 0 is NaN; with clamp(min=1) the gradients are zero."""
+    for smallest, finite in ((1, True), (0, False)):
+        weights = torch.ones(3, requires_grad=True)
+        mask = torch.zeros(3)
+        loss = reduce_sequence_parallel_loss((weights * mask).sum() / mask.sum().clamp(min=smallest), mask.sum())
+        loss.backward()
+        assert float(loss.detach()) == 0.0
+        assert weights.grad is not None
+        assert torch.equal(weights.grad, torch.zeros(3)) == finite
+        assert bool(weights.grad.isnan().all()) != finite
+
+
 def misuse() -> list[str]:
+    own, one = dist.get_rank(), torch.tensor(1.0)
     with sequence_parallel_groups(2):
         return [
             refusal(lambda: reduce_sequence_parallel_loss(torch.ones(2), 1)),
             refusal(lambda: reduce_sequence_parallel_loss(torch.tensor(1.0), torch.ones(2))),
             refusal(lambda: reduce_sequence_parallel_loss(torch.tensor(1.0), 1, reducer="none")),  # type: ignore[arg-type]
+            refusal(lambda: reduce_sequence_parallel_loss(torch.ones(2) if own else one, 1)),
+            refusal(lambda: reduce_sequence_parallel_loss(one, 1, total_tokens=torch.ones(2) if own else 3)),
+            refusal(lambda: reduce_sequence_parallel_loss(one, 1, total_tokens=8 + own)),
+            refusal(lambda: reduce_sequence_parallel_loss(one, 1, total_tokens=8 if own else None)),
+            refusal(lambda: reduce_sequence_parallel_loss(one, 1, reducer="sum" if own else "mean")),
         ]
 
 
@@ -86,6 +105,11 @@ def test_misuse(ranks: RankPool) -> None:
             "ValueError: mean_loss must be a scalar, got shape (2,)",
             "ValueError: num_tokens must be one number, got shape (2,)",
             "ValueError: reducer must be mean or sum, got 'none'",
+            "ValueError: rank 1 of the group: mean_loss must be a scalar, got shape (2,)",
+            "ValueError: rank 1 of the group: total_tokens must be one number, got shape (2,)",
+            "ValueError: total_tokens differs between the ranks of the group: 8.0, 9.0",
+            "ValueError: total_tokens differs between the ranks of the group: None, 8.0",
+            "ValueError: reducer differs between the ranks of the group: 'mean', 'sum'",
         ]
 
 

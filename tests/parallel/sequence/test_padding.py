@@ -116,6 +116,9 @@ def test_shifting() -> None:
     assert shift_labels(labels).tolist() == [[2, 3, -100], [5, 6, -100]]
     assert shift_labels(labels, torch.tensor([0, 1, 3, 6])).tolist() == [[-100, 3, -100], [5, 6, -100]]
     assert labels.tolist() == [[-100, 2, 3], [4, 5, 6]]
+    for bounds in ([], [1, 6], [0, 3], [0, 4, 3, 6]):
+        with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to the 6 labels"):
+            shift_labels(labels, torch.tensor(bounds))
 
 
 @pytest.mark.parametrize(

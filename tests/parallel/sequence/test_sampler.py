@@ -133,6 +133,10 @@ def test_bad_input() -> None:
     state = SequenceParallelSampler(range(3)).state_dict()
     with pytest.raises(ValueError, match="state has length 3, this sampler 4"):
         SequenceParallelSampler(range(4)).load_state_dict(state)
+    with pytest.raises(ValueError, match="state has no behind, epoch"):
+        SequenceParallelSampler(range(3)).load_state_dict({"seed": 0, "length": 3, "shuffle": True})
+    with pytest.raises(ValueError, match="negative number of samples behind, -3"):
+        SequenceParallelSampler(range(3)).load_state_dict(state | {"behind": -3})
     for name in ("WORLD_SIZE", "SLURM_NTASKS"):
         with (
             patch.dict(os.environ, {name: "2"}),
