@@ -80,11 +80,12 @@ class PackedLoader:
         if self._batches is None:
             self._batches = iter(self._from(self.position))
             self._positions = (position for _, position in self.sampler.steps(self.position))
+        batch: _Batch | None = None
         try:
             batch = next(self._batches)
-        except BaseException:
-            self.close()  # A later call starts again at this place, which has not been handed out.
-            raise
+        finally:
+            if batch is None:
+                self.close()  # A later call starts again at this place, which has not been handed out.
         self.position = next(self._positions)
         self.last = TokenCount(batch.num_tokens, batch.labels.numel())
         self.consumed += self.last
