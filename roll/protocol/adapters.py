@@ -7,7 +7,7 @@ plan and the normalizers, which belong to one call.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -95,6 +95,8 @@ def from_tensordict(batch: TensorDict, meta_info: Mapping[str, Any] | None = Non
         value = batch.get(name)
         if isinstance(value, NonTensorStack):
             objects[name] = value.tolist()
+        elif isinstance(value, NonTensorData) and isinstance(value.data, NoRows):
+            objects[name] = []
         elif isinstance(value, NonTensorData):
             meta[name] = value.data
         else:
@@ -103,8 +105,13 @@ def from_tensordict(batch: TensorDict, meta_info: Mapping[str, Any] | None = Non
     return DataProto(TensorDict(tensors, batch_size=batch.batch_size), objects, both)
 
 
-def _stack(values: np.ndarray) -> NonTensorStack:
-    """One entry for each row. A stack of none cannot be made of none, but is what is left of a stack."""
+@dataclass(frozen=True)
+class NoRows:
+    """Stands for an object field without rows: a stack of none cannot be made in every version of tensordict."""
+
+
+def _stack(values: np.ndarray) -> NonTensorStack | NonTensorData:
+    """One entry for each row."""
     if len(values) == 0:
-        return NonTensorStack(NonTensorData(None))[:0]
+        return NonTensorData(NoRows(), batch_size=[0])
     return NonTensorStack(*(NonTensorData(value) for value in values))
