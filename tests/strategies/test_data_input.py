@@ -159,7 +159,7 @@ BAD: dict[str, Brings] = {
     "value": leader_four_is_refused("value"),
     "key": leader_four_is_refused("key"),
     "objects": lambda state, batch: (
-        DataProto(batch.batch, {"f": np.array([lambda: 0] * 16)}) if state.rank == 0 else batch
+        DataProto(batch.batch, {"f": np.array([lambda: 0] * 16)}, batch.meta_info) if state.rank == 0 else batch
     ),
     "stub": lambda state, batch: batch.stub(),
     "shape": lambda state, batch: batch_of(1, rows=8) if state.rank == 1 else batch,
