@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, SupportsIndex, cast
 
@@ -19,11 +19,20 @@ from roll.protocol.rows import object_array
 
 BROADCAST_NON_TENSOR = "_broadcast_non_tensor_batch"
 """The documented key of meta_info that `broadcast_non_tensor` reads."""
+MICRO_BATCH_SIZE = "micro_batch_size"
+"""The documented key of meta_info that `micro_batch_size` reads."""
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, init=False)
 class BatchData:
     """The fields of a `DataProto`, without the operations on rows and names.
+
+    Args:
+        batch: tensors [B, ...]: a dict, or a TensorDict of batch size [B]. None on a stub.
+        non_tensor_batch: for each name a list or an array of B objects.
+        meta_info: entries that hold for all rows.
+        plan: the micro-batch plan.
+        normalizers: the denominators of a step's loss.
 
     Raises ValueError when fields have different numbers of rows, a name stands for a tensor and an object field, a
     value is not a tensor or one entry per row, or the plan is for another number of rows.
@@ -31,7 +40,7 @@ class BatchData:
 
     batch: TensorDict | None = None
     """Tensors, each [B, ...]; the TensorDict's batch size is [B]. None on a stub."""
-    non_tensor_batch: Mapping[str, np.ndarray] = field(default_factory=dict)
+    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
     """Object arrays, each [B]."""
     meta_info: dict[str, Any] = field(default_factory=dict)
     """What holds for all rows."""
@@ -40,14 +49,29 @@ class BatchData:
     normalizers: LossNormalizers | None = None
     """Set by the strategy for a training step; counted over the whole step, not over these rows."""
 
+    def __init__(
+        self,
+        batch: Mapping[str, Tensor] | None = None,
+        non_tensor_batch: Mapping[str, Sequence[Any] | np.ndarray] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+        plan: MicroBatchPlan | None = None,
+        normalizers: LossNormalizers | None = None,
+    ) -> None:
+        given = {
+            "batch": batch,
+            "non_tensor_batch": non_tensor_batch,
+            "meta_info": meta_info,
+            "plan": plan,
+            "normalizers": normalizers,
+        }
+        vars(self).update(given)
+        self.__post_init__()
+
     def __post_init__(self) -> None:
-        set_field = object.__setattr__  # only here: a frozen dataclass normalises its own fields
-        if self.batch is not None:
-            # A TensorDict of the same tensors, so that a field added to it does not appear in the caller's.
-            set_field(self, "batch", self.batch.clone(recurse=False))
-        objects = {name: object_array(values, name) for name, values in self.non_tensor_batch.items()}
-        set_field(self, "non_tensor_batch", objects)
-        set_field(self, "meta_info", joining.own_meta(self.meta_info))
+        """Take own copies and check them. Apart from `__init__` for the sake of subclasses that are dataclasses."""
+        objects = {name: object_array(values, name) for name, values in (self.non_tensor_batch or {}).items()}
+        tensors = None if self.batch is None else _own_tensors(self.batch, objects)
+        vars(self).update(batch=tensors, non_tensor_batch=objects, meta_info=joining.own_meta(self.meta_info or {}))
         self.check_consistency()
 
     @classmethod
@@ -85,6 +109,7 @@ class BatchData:
             if count not in {self.plan.num_rows, *shares}:
                 raise ValueError(f"a plan of {self.plan.num_rows} rows, shares {shares}, on a batch of {count} rows")
         _checked_flag(self.meta_info)
+        _checked_micro_batch_size(self.meta_info)
 
     def _check_lengths(self) -> None:
         """Before rows are taken: what was put into `non_tensor_batch` by hand may have another number of them."""
@@ -145,6 +170,15 @@ class BatchData:
         """The same rows, with `broadcast_non_tensor` set. Raises ValueError if `wanted` is neither True nor False."""
         return replace(self, meta_info={**self.meta_info, BROADCAST_NON_TENSOR: wanted})
 
+    @property
+    def micro_batch_size(self) -> int | None:
+        """Rows of a micro-batch, where no plan comes with the batch; None leaves it to the strategy's settings.
+
+        It is kept as `meta_info["micro_batch_size"]`, the documented key. Raises ValueError for anything but None and
+        an integer of at least 1.
+        """
+        return _checked_micro_batch_size(self.meta_info)
+
     # --- copies, devices, bytes ---------------------------------------------------------------------------------------
 
     def to(self, device: torch.device | str) -> Self:
@@ -172,6 +206,18 @@ class BatchData:
         return replace(self, batch=None if self.batch is None else tensor_dict(tensors, len(self)), **changes)
 
 
+def _own_tensors(batch: Mapping[str, Tensor], objects: Mapping[str, np.ndarray]) -> TensorDict:
+    """A TensorDict of these tensors, so that a field added to it does not appear in the caller's dict."""
+    if isinstance(batch, TensorDict):
+        return batch.clone(recurse=False)
+    for name, value in batch.items():
+        check_tensor(name, value)
+    lengths = {name: len(values) for name, values in [*batch.items(), *objects.items()]}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"fields must have the same number of rows, got {lengths}")
+    return tensor_dict(batch, next(iter(lengths.values()), 0))
+
+
 def tensor_dict(tensors: Mapping[str, Tensor], num_rows: int) -> TensorDict:
     """These tensors, also where there is none to tell the number of rows."""
     return TensorDict(dict(tensors), batch_size=[num_rows])
@@ -190,6 +236,13 @@ def _checked_flag(meta_info: Mapping[str, Any]) -> bool:
     if not isinstance(flag, bool):
         raise ValueError(f"meta_info {BROADCAST_NON_TENSOR} must be True or False, got {flag!r}")
     return flag
+
+
+def _checked_micro_batch_size(meta_info: Mapping[str, Any]) -> int | None:
+    rows = meta_info.get(MICRO_BATCH_SIZE)
+    if rows is not None and (not isinstance(rows, int | np.integer) or isinstance(rows, bool) or rows < 1):
+        raise ValueError(f"meta_info {MICRO_BATCH_SIZE} must be an integer of at least 1, got {rows!r}")
+    return None if rows is None else int(rows)
 
 
 def _unpickle(

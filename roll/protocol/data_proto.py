@@ -17,7 +17,7 @@ from roll.protocol.field_names import check_kinds, known, listed, new_names
 from roll.protocol.rows import RowIndex, cut_rows, object_array, repeat_rows, resolve_rows, take_rows, tile_rows
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, init=False)
 class DataProto(BatchData):
     """Rows with tensors, Python objects and what holds for all rows.
 
