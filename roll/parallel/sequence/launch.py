@@ -13,7 +13,8 @@ from roll.platform import get_platform
 
 # What torch's own rendezvous reads, under the name that Slurm's srun gives each task.
 SLURM_NAMES = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
-DEFAULT_PORT = "29500"
+# Ports of Slurm jobs: above those of Ray's workers, below those that Linux gives to outgoing connections.
+FIRST_PORT, PORTS = 20_000, 12_000
 
 
 def init_dist(
@@ -28,11 +29,12 @@ def init_dist(
     Args:
         launcher: `pytorch` for torchrun, `slurm` for srun.
         backend: of torch.distributed; by default the one of this platform.
-        init_backend: `deepspeed` tells DeepSpeed (which must be installed) of the process group as well.
+        init_backend: `deepspeed` tells DeepSpeed (the extra `deepspeed`) of the process group as well.
         timeout: of collectives; torch's own by default.
 
     Raises:
         ValueError: an unknown launcher or init backend, or variables of the launcher that are missing.
+        ImportError: DeepSpeed is asked for and not installed.
         RuntimeError: torch.distributed is initialised already.
     """
     if init_backend not in ("torch", "deepspeed"):
@@ -40,7 +42,15 @@ def init_dist(
     if dist.is_initialized():
         raise RuntimeError("torch.distributed is initialised already")
     if init_backend == "deepspeed":
-        import deepspeed  # before anything is joined, in case it is not installed
+        try:
+            import deepspeed  # before anything is joined, in case it is not installed
+        except ModuleNotFoundError as error:
+            if error.name != "deepspeed":  # it is there, and misses something itself
+                raise
+            raise ImportError(
+                "init_dist(init_backend='deepspeed') needs DeepSpeed: pip install 'roll[deepspeed]'",
+                name="deepspeed",
+            ) from error
     os.environ.update(rendezvous(launcher, dict(os.environ)))
     platform = get_platform()
     platform.use_device(int(os.environ["LOCAL_RANK"]))
@@ -52,6 +62,9 @@ def init_dist(
 def rendezvous(launcher: str, environment: dict[str, str]) -> dict[str, str]:
     """`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` of a process with this environment.
 
+    Under Slurm an address and a port that are set win. Without them the address is the job's first host and the port
+    follows from the job's number, so that two jobs on one host have two ports.
+
     Raises:
         ValueError: the launcher is unknown, or did not set what it should.
     """
@@ -59,17 +72,24 @@ def rendezvous(launcher: str, environment: dict[str, str]) -> dict[str, str]:
     if names is None:
         raise ValueError(f"launcher must be pytorch or slurm, got {launcher!r}")
     needed = [*names.values(), *(["MASTER_ADDR", "MASTER_PORT"] if launcher == "pytorch" else [])]
-    if launcher == "slurm" and "MASTER_ADDR" not in environment:
-        needed.append("SLURM_JOB_NODELIST")
-    missing = [name for name in needed if name not in environment]
+    derived = {"MASTER_ADDR": "SLURM_JOB_NODELIST", "MASTER_PORT": "SLURM_JOB_ID"} if launcher == "slurm" else {}
+    needed += [theirs for name, theirs in derived.items() if not environment.get(name)]
+    missing = [name for name in needed if not environment.get(name)]
     if missing:
         command = "torchrun" if launcher == "pytorch" else "srun"
         raise ValueError(f"init_dist({launcher!r}) found no {', '.join(missing)}: start the processes with {command}")
     found = {name: environment[theirs] for name, theirs in names.items()}
-    # All ranks see the same list, so all of them find rank 0 on its first node.
+    # All ranks see the same list and the same number, so all of them find rank 0 on its first node.
     found["MASTER_ADDR"] = environment.get("MASTER_ADDR") or first_host(environment["SLURM_JOB_NODELIST"])
-    found["MASTER_PORT"] = environment.get("MASTER_PORT", DEFAULT_PORT)
+    found["MASTER_PORT"] = environment.get("MASTER_PORT") or port_of_job(environment["SLURM_JOB_ID"])
     return found
+
+
+def port_of_job(number: str) -> str:
+    """Port of a Slurm job; another one for each of the next 11999 jobs."""
+    if not number.isdecimal():
+        raise ValueError(f"SLURM_JOB_ID must be a number, got {number!r}")
+    return str(FIRST_PORT + int(number) % PORTS)
 
 
 def first_host(nodes: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from unittest.mock import patch
 
@@ -32,8 +33,20 @@ def test_slurm() -> None:
         "MASTER_PORT": "29777",
     }
     assert rendezvous("slurm", SLURM | {"MASTER_ADDR": "head"})["MASTER_ADDR"] == "head"
-    without_port = {name: value for name, value in SLURM.items() if name != "MASTER_PORT"}
-    assert rendezvous("slurm", without_port)["MASTER_PORT"] == "29500"
+
+
+def test_the_port_of_a_slurm_job() -> None:
+    """20000 and the number's remainder by 12000, by hand; neighbours on a node have ports of their own."""
+    alone = {name: value for name, value in SLURM.items() if name != "MASTER_PORT"}
+    ports = [rendezvous("slurm", alone | {"SLURM_JOB_ID": job})["MASTER_PORT"] for job in ("7", "11999", "12000")]
+    assert ports == ["20007", "31999", "20000"]
+    assert rendezvous("slurm", alone | {"SLURM_JOB_ID": "48123"})["MASTER_PORT"] == "20123"
+    assert rendezvous("slurm", alone | {"SLURM_JOB_ID": "48124"})["MASTER_PORT"] == "20124"
+    assert rendezvous("slurm", SLURM | {"SLURM_JOB_ID": "48123"})["MASTER_PORT"] == "29777"
+    with pytest.raises(ValueError, match=r"found no SLURM_JOB_ID: start the processes with srun"):
+        rendezvous("slurm", alone)
+    with pytest.raises(ValueError, match="SLURM_JOB_ID must be a number, got 'x7'"):
+        rendezvous("slurm", alone | {"SLURM_JOB_ID": "x7"})
 
 
 def test_torchrun() -> None:
@@ -59,7 +72,12 @@ def test_first_host(nodes: str, host: str) -> None:
     [
         ("mpi", {}, "launcher must be pytorch or slurm, got 'mpi'"),
         ("pytorch", {"RANK": "0"}, "found no WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT: .* with torchrun"),
-        ("slurm", {"SLURM_PROCID": "0"}, "found no SLURM_NTASKS, SLURM_LOCALID, SLURM_JOB_NODELIST: .* with srun"),
+        (
+            "slurm",
+            {"SLURM_PROCID": "0"},
+            "found no SLURM_NTASKS, SLURM_LOCALID, SLURM_JOB_NODELIST, SLURM_JOB_ID: .* with srun",
+        ),
+        ("pytorch", TORCHRUN | {"MASTER_PORT": ""}, "found no MASTER_PORT"),
     ],
 )
 def test_refusals(launcher: str, environment: dict[str, str], message: str) -> None:
@@ -73,8 +91,20 @@ def test_an_unknown_init_backend() -> None:
 
 
 def test_deepspeed_is_missed_before_joining() -> None:
-    with patch.dict(sys.modules, deepspeed=None), pytest.raises(ImportError, match="deepspeed"):
-        init_dist("pytorch", init_backend="deepspeed")  # else it would miss torchrun's variables
+    """Else torchrun's variables would be. The extra is the distribution's own, under its own name."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert [each.split(">=")[0] for each in project["optional-dependencies"]["deepspeed"]] == ["deepspeed"]
+    with (
+        patch.dict(sys.modules, deepspeed=None),
+        pytest.raises(ImportError, match=rf"needs DeepSpeed: pip install '{project['name']}\[deepspeed\]'"),
+    ):
+        init_dist("slurm", "nccl", init_backend="deepspeed")
+
+
+def test_what_deepspeed_misses_itself_is_not_called_deepspeed(tmp_path: Path) -> None:
+    (tmp_path / "deepspeed.py").write_text("import hjson_that_is_missing")
+    with patch.object(sys, "path", [str(tmp_path), *sys.path]), pytest.raises(ImportError, match="hjson_that_is"):
+        init_dist("slurm", "nccl", init_backend="deepspeed")
 
 
 def test_a_process_joins_as_the_document_calls_it(tmp_path: Path) -> None:
