@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -11,16 +11,43 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from roll.parallel.sequence.agreement import agree
+from roll.parallel.sequence.call_forms import check_group, check_number, or_later_form
 from roll.parallel.sequence.collectives import Reducer
 from roll.parallel.sequence.groups import sequence_group
 
 
+def _reduce_as_later(
+    mean_loss: Tensor, loss_scale: Tensor | float, sp_group: ProcessGroup | None = None, **settings: Any
+) -> Tensor:
+    """The same under the names of XTuner v0.1.19 to v0.2.0."""
+    return reduce_sequence_parallel_loss(mean_loss, loss_scale, group=sp_group, **settings)
+
+
+@overload
 def reduce_sequence_parallel_loss(
     mean_loss: Tensor,
-    num_tokens: Tensor | int,
+    num_tokens: Tensor | float,
     *,
     reducer: Reducer = "mean",
-    total_tokens: Tensor | int | None = None,
+    total_tokens: Tensor | float | None = None,
+    group: ProcessGroup | None = None,
+) -> Tensor: ...
+@overload
+def reduce_sequence_parallel_loss(
+    mean_loss: Tensor,
+    loss_scale: Tensor | float,
+    sp_group: ProcessGroup | None = None,
+    *,
+    reducer: Reducer = "mean",
+    total_tokens: Tensor | float | None = None,
+) -> Tensor: ...
+@or_later_form(_reduce_as_later, lambda given: len(given) > 2)
+def reduce_sequence_parallel_loss(
+    mean_loss: Tensor,
+    num_tokens: Tensor | float,
+    *,
+    reducer: Reducer = "mean",
+    total_tokens: Tensor | float | None = None,
     group: ProcessGroup | None = None,
 ) -> Tensor:
     """The token-weighted mean of the ranks' mean losses, on every rank, with the gradients of one process.
@@ -30,18 +57,25 @@ def reduce_sequence_parallel_loss(
     gradients are averaged over them afterwards (`reducer="mean"`: DistributedDataParallel, FSDP, DeepSpeed), and as it
     is if they are added up (`"sum"`).
 
+    The loss of a dispatched model is the mean of the whole sequence already, on every rank. Its weighted mean is the
+    same under any counts, and so are the gradients: `(labels != -100).sum()` of this rank's labels is a right count,
+    shifted or not.
+
     XTuner's function of this name returns the same value but propagates 1 to every l_r. Its optimizer follows the
     unweighted mean of the ranks' means: with labels on one of n ranks, gradients that are n times too small, under a
     loss that looks right.
 
+    XTuner v0.1.19 to v0.2.0 call it with (mean_loss, loss_scale, sp_group=None), and so it can be called here.
+
     Args:
-        mean_loss: scalar, the mean over this rank's tokens. Without any its value may be NaN and does not count, but
-            zero is still propagated back through it, and through a division of 0 by 0 zero becomes NaN: a mean that is
-            written by hand divides by `count.clamp(min=1)`.
-        num_tokens: how many tokens that is. Labels are shifted before they are split (`shift_labels`), so this is
-            `(labels != -100).sum()` of the rank's own labels. Not changed.
-        total_tokens: divide by this instead of the group's tokens: the labels of all micro-batches of a step, if
-            gradients accumulate, so that the results add up to the mean of the step.
+        mean_loss: scalar, the loss of a dispatched model or the mean over this rank's tokens. Without any token its
+            value may be NaN and does not count, but zero is still propagated back through it, and through a division of
+            0 by 0 zero becomes NaN: a mean that is written by hand divides by `count.clamp(min=1)`.
+        num_tokens: how many tokens that is, or another weight. Not changed. A mean of this rank's own is over labels
+            that were shifted before the split (`shift_labels`), and this is `(labels != -100).sum()` of them.
+        total_tokens: divide by this instead of the group's tokens: the shifted labels of all micro-batches of a step,
+            if gradients accumulate, so that the results add up to the mean of the step. With labels that were not
+            shifted before, give the model `num_items_in_batch` instead.
         group: the ranks that share a mean, by default those that share the sequence. With torch.distributed's
             `group.WORLD` it is one mean over data-parallel ranks too.
 
@@ -52,6 +86,13 @@ def reduce_sequence_parallel_loss(
         ValueError: on every rank, if on one of them a loss or a number of tokens is not a scalar or the reducer is
             unknown, or if they do not have the same reducer and total_tokens.
     """
+    check_group(group)
+    if not isinstance(mean_loss, Tensor):
+        raise ValueError(f"mean_loss must be a tensor, got {type(mean_loss).__name__}")
+    if not isinstance(num_tokens, Tensor):
+        check_number("num_tokens", num_tokens)
+    if not (total_tokens is None or isinstance(total_tokens, Tensor)):
+        check_number("total_tokens", total_tokens)
     group = sequence_group(group)
     device = mean_loss.device
     own = torch.as_tensor(num_tokens, device=device).detach().double()
@@ -65,7 +106,8 @@ def reduce_sequence_parallel_loss(
         own, counted, total = torch.zeros(3, dtype=torch.float64, device=device).unbind()
     everyone = _exchange(counted, own, total, problem, reducer, group)
     sums = everyone.sum(0)
-    denominator = (sums[1] if total is None else total).clamp(min=1)
+    denominator = sums[1] if total is None else total
+    denominator = torch.where(denominator > 0, denominator, 1.0)
     ranks = 1 if group is None or reducer == "sum" else group.size()
     reduced: Tensor = _WeightedMean.apply(mean_loss, sums[0] / denominator, ranks * own / denominator)
     return reduced

@@ -1,7 +1,7 @@
 """Padding sequences so that they divide, splitting them, and shifting their labels.
 
-In this order: labels are shifted over the whole sequence, then everything is padded, then split. A label that is
-shifted after the split is lost at the end of every part.
+A dispatched model shifts its `labels` across the ranks. Whoever computes a loss from the logits of a part shifts labels
+over the whole sequence first, pads, then splits (`shift_labels`): shifted in its part, the label at its end is lost.
 
 Legend: b rows, N tokens of a row, n ranks of the sequence-parallel group.
 """
@@ -9,13 +9,14 @@ Legend: b rows, N tokens of a row, n ranks of the sequence-parallel group.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from roll.parallel.sequence.call_forms import check_group, check_number, or_later_form
 from roll.parallel.sequence.groups import sequence_group
 
 IGNORED_LABEL = -100
@@ -82,6 +83,40 @@ def split_tensor(x: Tensor, dim: int = 1, group: ProcessGroup | None = None) -> 
     return x.chunk(group.size(), dim)[group.rank()].contiguous()
 
 
+def _second_is_no_tensor(given: tuple[Any, ...]) -> bool:
+    return len(given) > 1 and not (given[1] is None or isinstance(given[1], Tensor))
+
+
+def _pad_as_later(tensor: Tensor, padding_value: float, dim: int = -1) -> Tensor:
+    """One tensor, as XTuner v0.1.19 to v0.2.0 pad it."""
+    check_number("padding_value", padding_value)
+    _check_dim("tensor", tensor, dim)
+    return pad_tensor(tensor, padding_value, dim)
+
+
+def _split_as_later(input: Tensor, dim: int, sp_group: ProcessGroup | None = None) -> Tensor:
+    """One tensor, as XTuner v0.1.18 to v0.2.0 split it."""
+    _check_dim("input", input, dim)
+    check_group(sp_group)
+    return split_tensor(input, dim, sp_group)
+
+
+@overload
+def pad_for_sequence_parallel(
+    tokens: Tensor,
+    labels: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    *,
+    tokens_pad_index: int = 0,
+    labels_pad_index: int = IGNORED_LABEL,
+    position_ids_pad_index: int = 0,
+    attention_mask_pad_index: int = 0,
+    group: ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]: ...
+@overload
+def pad_for_sequence_parallel(tensor: Tensor, padding_value: float, dim: int = -1) -> Tensor: ...
+@or_later_form(_pad_as_later, _second_is_no_tensor)
 def pad_for_sequence_parallel(
     tokens: Tensor,
     labels: Tensor | None = None,
@@ -98,6 +133,9 @@ def pad_for_sequence_parallel(
 
     All are `[b, N]`; position_ids may be `[1, N]`.
 
+    XTuner v0.1.19 to v0.2.0 pad one tensor with (tensor, padding_value, dim=-1), and so this can be called too: a
+    number in the second place, or one of these names, tells. The result is one tensor then.
+
     Raises:
         ValueError: shapes do not fit those of the tokens.
     """
@@ -110,6 +148,17 @@ def pad_for_sequence_parallel(
     )
 
 
+@overload
+def split_for_sequence_parallel(
+    tokens: Tensor,
+    labels: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    *,
+    group: ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]: ...
+@overload
+def split_for_sequence_parallel(input: Tensor, dim: int, sp_group: ProcessGroup | None = None) -> Tensor: ...
+@or_later_form(_split_as_later, _second_is_no_tensor)
 def split_for_sequence_parallel(
     tokens: Tensor,
     labels: Tensor | None = None,
@@ -117,7 +166,10 @@ def split_for_sequence_parallel(
     *,
     group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """This rank's part of every row, `[b, N/n]` each. Labels have been shifted before; the attention mask stays whole.
+    """This rank's part of every row, `[b, N/n]` each. The attention mask stays whole.
+
+    XTuner v0.1.18 to v0.2.0 split one tensor with (input, dim, sp_group), and so this can be called too, with one
+    tensor as the result. None for `sp_group` is the group of this process, where XTuner's takes all ranks.
 
     Raises:
         ValueError: rows do not divide, or shapes do not fit those of the tokens.
@@ -176,12 +228,25 @@ def _ranks(group: ProcessGroup | None) -> int:
     return 1 if group is None else group.size()
 
 
+def _check_dim(name: str, x: object, dim: object) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
+    check_number("dim", dim, int)
+    assert isinstance(dim, int)
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"there is no dim {dim} in {name} of shape {tuple(x.shape)}")
+
+
 def _check_shapes(tokens: Tensor, **others: Tensor | None) -> None:
+    if not isinstance(tokens, Tensor):
+        raise ValueError(f"tokens must be a tensor, got {type(tokens).__name__}")
     if tokens.ndim != 2:
         raise ValueError(f"tokens must have two dims [rows, length], got shape {tuple(tokens.shape)}")
     for name, other in others.items():
         if other is None:
             continue
+        if not isinstance(other, Tensor):
+            raise ValueError(f"{name} must be a tensor or None, got {type(other).__name__}")
         rows_fit = name == "position_ids" and len(other) == 1
         if other.shape != tokens.shape and not (rows_fit and other.shape[1:] == tokens.shape[1:]):
             raise ValueError(f"{name} has shape {tuple(other.shape)}, tokens have {tuple(tokens.shape)}")
