@@ -35,10 +35,10 @@ def main() -> None:
     optimizers = [torch.optim.AdamW(each.parameters(), lr=3e-3) for each in (one, model)]
 
     for step, ids in enumerate(loader):
-        tokens, labels, _, _ = sp.pad_for_sequence_parallel(ids, sp.shift_labels(ids))
+        tokens, labels, _, _ = sp.pad_for_sequence_parallel(ids, ids)
         tokens, labels, _ = sp.split_for_sequence_parallel(tokens, labels)
-        mean = ddp(input_ids=tokens, shift_labels=labels).loss
-        split_loss = sp.reduce_sequence_parallel_loss(mean, (labels != -100).sum())
+        outputs = ddp(input_ids=tokens, labels=labels)  # labels that are shifted already go in as shift_labels
+        split_loss = sp.reduce_sequence_parallel_loss(outputs.loss, (labels != -100).sum())
         whole_loss = one(input_ids=ids, labels=ids).loss
         for loss, optimizer in zip((whole_loss, split_loss), optimizers, strict=True):
             loss.backward()

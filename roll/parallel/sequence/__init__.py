@@ -5,9 +5,10 @@
     loader = DataLoader(dataset, sampler=SequenceParallelSampler(dataset))
     dispatch_modules(model)
     for input_ids, labels in loader:
-        input_ids, labels, _, _ = pad_for_sequence_parallel(input_ids, shift_labels(labels))
+        input_ids, labels, _, _ = pad_for_sequence_parallel(input_ids, labels)
         input_ids, labels, _ = split_for_sequence_parallel(input_ids, labels)
-        loss = reduce_sequence_parallel_loss(model(input_ids, shift_labels=labels).loss, (labels != -100).sum())
+        outputs = model(input_ids=input_ids, labels=labels)
+        loss = reduce_sequence_parallel_loss(outputs.loss, (labels != -100).sum())
 
 transformers is imported by `dispatch_modules` only, and nothing here needs Megatron-Core or Ray.
 """

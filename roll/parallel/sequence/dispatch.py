@@ -21,7 +21,13 @@ def dispatch_modules(model: nn.Module, *, group: ProcessGroup | None = None) -> 
 
     From now on it takes this rank's part of the tokens (`split_for_sequence_parallel`) and returns results for that
     part. An `attention_mask` and `cu_seq_lens_q` are those of the whole rows, on every rank. Position ids are of the
-    part; without them every row counts from 0. Labels are shifted already and passed as `shift_labels`.
+    part; without them every row counts from 0.
+
+    `labels` are of the part and not shifted: the last token of a part predicts the first label of the next. Labels that
+    were shifted over the whole sequence are passed as `shift_labels`. The loss of either is the mean over the whole
+    sequence, on every rank, and its gradients, averaged over the ranks, are those of one process. With
+    `num_items_in_batch` it is the sum over that number. As in transformers the last token of a document in a row
+    predicts the next document's first label, unless that label is -100.
 
     Without a mask and `cu_seq_lens_q`, documents begin where position ids start again: also in a model that takes
     positions for its table alone (BERT), where transformers on one process would attend across.

@@ -1,13 +1,17 @@
 """What is changed in a transformers model so that its attention works on all tokens while it has some.
 
-It is called with this rank's tokens. Two hooks and two functions do the rest:
+It is called with this rank's tokens. Four hooks and three functions do the rest:
 
+    before the model     labels are taken, and the loss function that shifts them across the ranks is put in place
     before the decoder   the ranks compare what they were given; the documents of the whole batch are found
     mask function        transformers asks for a mask, once per kind of layer: it gets the documents
     attention function   transformers hands them to every layer, whose attention comes here and communicates
     after the decoder    every layer must have come here
+    loss function        transformers calls it with labels; see model_loss
+    after the model      the model has its own loss function again
 
-The functions are registered with transformers under a name of this model's own, so that other models stay as they are.
+Mask and attention are registered with transformers under a name of this model's own, so that other models stay as they
+are.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from roll.parallel.sequence.attention import attend, exchanges_heads
 from roll.parallel.sequence.groups import sequence_group
 from roll.parallel.sequence.inputs import find_inputs
 from roll.parallel.sequence.kernels import AttentionOptions, kernel_for
+from roll.parallel.sequence.model_loss import ModelLoss
 from roll.parallel.sequence.segments import Documents
 from roll.parallel.sequence.support import check_arguments, check_mask
 
@@ -62,7 +67,9 @@ class DispatchedModel:
         self.given_group = group
         self.parameters = list(inspect.signature(decoder.forward).parameters)
         self.current: tuple[Documents, ProcessGroup | None] | None = None
+        self.loss = ModelLoss()
         self.problem: str | None = None
+        self.facts: dict[str, object] = {}
         self.attentions = 0
         self.has_told = False
         _own_config(model)
@@ -78,9 +85,13 @@ class DispatchedModel:
             parameters = list(inspect.signature(model.forward).parameters)
 
             def before_model(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-                return (), self.before_head(dict(zip(parameters, args, strict=False)) | kwargs)
+                return (), self.before_head(model, dict(zip(parameters, args, strict=False)) | kwargs)
+
+            def after_model(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+                self.after_head(model, has_failed=output is None)
 
             self.hooks.append(model.register_forward_pre_hook(before_model, with_kwargs=True))
+            self.hooks.append(model.register_forward_hook(after_model, always_call=True))
         self.marked = (model, decoder)
         for part in self.marked:
             part.__dict__[ATTRIBUTE] = self
@@ -100,32 +111,33 @@ class DispatchedModel:
         for part in self.marked:
             part.__dict__.pop(ATTRIBUTE, None)
 
-    def before_head(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Labels that would be shifted inside each part are a problem; the decoder's hook tells all ranks."""
-        labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
+    def before_head(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Prepare the loss. A problem is told to all ranks by the decoder's hook."""
         group = sequence_group(self.given_group)
-        self.problem = None
-        if group is not None and group.size() > 1:
-            if labels is not None and shifted is None:
-                self.problem = (
-                    "labels would be shifted within each part and lose the one at its end: shift them before the "
-                    "split (shift_labels) and pass them as shift_labels"
-                )
-            elif not _keeps_all(kwargs.get("logits_to_keep")):
-                self.problem = (
-                    "logits_to_keep would keep the end of every part: compute all logits; a dispatched model cannot "
-                    "generate"
-                )
-        if labels is None and shifted is not None:  # transformers computes a loss only if there are labels
-            kwargs["labels"] = shifted
+        self.problem, self.facts = self.loss.begin(model, kwargs, group)
+        is_split = group is not None and group.size() > 1
+        if self.problem is None and is_split and not _keeps_all(kwargs.get("logits_to_keep")):
+            self.problem = (
+                "logits_to_keep would keep the end of every part: compute all logits; a dispatched model cannot "
+                "generate"
+            )
         return kwargs
+
+    def after_head(self, model: PreTrainedModel, has_failed: bool) -> None:
+        """Take the loss function away again."""
+        try:
+            if not has_failed:
+                self.loss.check(model)
+        finally:
+            self.loss.end(model)
 
     def before_decoder(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compare the ranks' inputs, find the documents, and complete what transformers would derive from a part."""
         kwargs = dict(zip(self.parameters, args, strict=False)) | kwargs
         group = sequence_group(self.given_group)
-        problem, self.problem, self.current, self.attentions = self.problem, None, None, 0
-        documents, completed = find_inputs(module.config, kwargs, group, problem)
+        problem, facts = self.problem, self.facts
+        self.problem, self.facts, self.current, self.attentions = None, {}, None, 0
+        documents, completed = find_inputs(module.config, kwargs, group, problem, facts)
         self.current = documents, group
         return (), completed
 

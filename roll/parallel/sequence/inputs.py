@@ -18,16 +18,24 @@ from roll.parallel.sequence.segments import Documents, find_documents
 
 
 def find_inputs(
-    config: Any, given: dict[str, Any], group: ProcessGroup | None, problem: str | None = None
+    config: Any,
+    given: dict[str, Any],
+    group: ProcessGroup | None,
+    problem: str | None = None,
+    facts: dict[str, object] | None = None,
 ) -> tuple[Documents, dict[str, Any]]:
     """The documents of the batch, and the decoder's arguments completed.
 
     Completed, because transformers would count positions from 0 in every part, and find documents in the positions of
     one part: with a mask (here of the whole rows) it leaves that to us. No cache: it would hold a part.
 
+    Args:
+        problem: of this rank, found before.
+        facts: further ones that must be the same on all ranks.
+
     Raises:
-        ValueError: on every rank, if one of them (or `problem`, from before) has something that cannot be split, or if
-            the ranks do not have the same shapes, mask and cu_seq_lens.
+        ValueError: on every rank, if one of them has something that cannot be split (or `problem`), or if the ranks do
+            not have the same shapes, mask, cu_seq_lens and `facts`.
     """
     ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
     tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
@@ -38,10 +46,12 @@ def find_inputs(
     assert isinstance(tokens, Tensor)
     agree(
         group,
+        None,
         shape=tuple(tokens.shape[:2]),
         attention_mask=_digest(mask),
         cu_seq_lens_q=_digest(cu_seqlens),
         position_ids=None if positions is None else tuple(positions.shape),
+        **(facts or {}),
     )
     rows, size = tokens.shape[:2]
     length, device = ranks * size, tokens.device

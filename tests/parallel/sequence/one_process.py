@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import product
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,8 @@ REAL = (21, 7)
 
 
 Reference = tuple[Tensor, Tensor, dict[str, Tensor]]
+# The ways to a loss: labels shifted before the split; the model's own `labels`; these without the reduction after it.
+How = Literal["shifted", "labels", "unreduced"]
 
 
 @dataclass
@@ -43,9 +47,10 @@ class Batch:
 
 
 def make_batch(inputs: str, labelled: str, seed: int = 0) -> Batch:
-    """`inputs`: dense, padded, left_padded, packed or cu_seqlens. `labelled`: uneven, one_rank or none.
+    """`inputs`: dense, padded, left_padded, packed or cu_seqlens.
 
-    Labels are not shifted.
+    `labelled`: uneven, all (of packed rows also the first of each document), one_rank, border (predicted by another
+    rank than the one that has it, on 2 and on 4 ranks), first (predicted by nothing) or none. Labels are not shifted.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(3, VOCABULARY, (2, LENGTH), generator=generator)
@@ -56,7 +61,11 @@ def make_batch(inputs: str, labelled: str, seed: int = 0) -> Batch:
     elif labelled == "one_rank":
         labels[:, :3] = -100
         labels[:, 7:] = -100
-    else:
+    elif labelled in ("border", "first"):
+        kept = LENGTH // 2 if labelled == "border" else 0
+        labels[:, torch.arange(LENGTH) != kept] = -100
+    elif labelled != "all":
+        assert labelled == "none"
         labels[:] = -100
     batch = Batch(tokens, labels)
     if inputs in ("padded", "left_padded"):
@@ -67,7 +76,8 @@ def make_batch(inputs: str, labelled: str, seed: int = 0) -> Batch:
     elif inputs in ("packed", "cu_seqlens"):
         rows = [torch.cat([torch.arange(count) for count in row]) for row in PACKED]
         batch.position_ids = torch.stack(rows)
-        batch.labels = labels.masked_fill(batch.position_ids == 0, -100)  # no document predicts the next one
+        if labelled != "all":
+            batch.labels = labels.masked_fill(batch.position_ids == 0, -100)  # no document predicts the next one
         if inputs == "cu_seqlens":
             flat = torch.tensor([count for row in PACKED for count in row])
             batch.cu_seqlens = F.pad(flat.cumsum(0), (1, 0)).int()
@@ -116,22 +126,38 @@ def gradients(model: Any) -> dict[str, Tensor]:
     }
 
 
-def split_run(model: Any, batch: Batch, reducer: Reducer = "mean") -> tuple[Tensor, Tensor]:
+def exact_loss(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: int | None = None,
+    shift_labels: Tensor | None = None,
+    **others: Any,
+) -> Tensor:
+    """transformers' ForCausalLMLoss without its rounding to fp32."""
+    assert shift_labels is not None and num_items_in_batch is not None
+    total = F.cross_entropy(logits.view(-1, vocab_size), shift_labels.flatten(), ignore_index=-100, reduction="sum")
+    return total / num_items_in_batch
+
+
+def split_run(
+    model: Any, batch: Batch, reducer: Reducer = "mean", how: How = "shifted", **others: Any
+) -> tuple[Tensor, Tensor]:
     """Forward and backward of this rank's part with a dispatched model: logits of the part and the reduced loss."""
-    tokens, labels, positions = split_for_sequence_parallel(
-        batch.tokens, shift_labels(batch.labels, batch.cu_seqlens), batch.position_ids
-    )
-    assert labels is not None
+    labels = shift_labels(batch.labels, batch.cu_seqlens) if how == "shifted" else batch.labels
+    tokens, labels, positions = split_for_sequence_parallel(batch.tokens, labels, batch.position_ids)
     packed = {} if batch.cu_seqlens is None else {"cu_seq_lens_q": batch.cu_seqlens}
     output = model(
         input_ids=tokens,
         attention_mask=batch.attention_mask,
         position_ids=positions,
-        shift_labels=labels,
+        **{"shift_labels" if how == "shifted" else "labels": labels},
         **packed,
+        **others,
     )
-    mean = token_loss(output.logits, labels) if output.logits.dtype == torch.float64 else output.loss
-    loss = reduce_sequence_parallel_loss(mean, (labels != -100).sum(), reducer=reducer)
+    loss = output.loss
+    if how != "unreduced":
+        loss = reduce_sequence_parallel_loss(loss, (labels != -100).sum(), reducer=reducer)
     loss.backward()
     return output.logits.detach(), loss.detach()
 
@@ -147,7 +173,13 @@ def reduced(found: dict[str, Tensor], reducer: Reducer, group: Any = None) -> di
 
 
 def differences(
-    model: Any, batches: dict[str, Batch], *, logits: float, gradient: float, reducer: Reducer = "mean"
+    model: Any,
+    batches: dict[str, Batch],
+    *,
+    logits: float,
+    gradient: float,
+    reducer: Reducer = "mean",
+    hows: Sequence[How] = ("shifted",),
 ) -> dict[str, list[str]]:
     """Which batches this rank finds further from one process than the tolerances, and where; the groups exist already.
 
@@ -158,9 +190,9 @@ def differences(
     references = all_references(model, batches)
     failed = {}
     with dispatched_modules(model):
-        for name, batch in batches.items():
+        for (name, batch), how in product(batches.items(), hows):
             model.zero_grad()
-            found_logits, found_loss = split_run(model, batch, reducer)
+            found_logits, found_loss = split_run(model, batch, reducer, how)
             found = reduced(gradients(model), reducer, group)
             expected_logits, expected_loss, expected = references[name]
             wrong = []
@@ -179,5 +211,5 @@ def differences(
                 if not error <= gradient * unit:
                     wrong.append(f"gradient of {weight}: {float(error):.1e} of {unit:.1e}")
             if wrong:
-                failed[name] = wrong
+                failed[f"{name}-{how}"] = wrong
     return failed

@@ -138,16 +138,13 @@ def test_recomputation_accumulation_and_wrappers(ranks: RankPool) -> None:
 
 
 def test_without_groups_it_is_the_model_itself() -> None:
-    """Before init a sequence is on one rank: documents by cu_seqlens, and labels as transformers shifts them."""
+    """Before init a sequence is on one rank: documents by cu_seqlens."""
     model = make_model("llama")
     batch = make_batch("cu_seqlens", "uneven")
     expected_logits, expected_loss, expected = reference(model, batch)
     model.zero_grad()
     with dispatched_modules(model):
         logits, loss = split_run(model, batch)
-        assert torch.isclose(
-            model(batch.tokens, labels=batch.labels).loss.detach(), model(batch.tokens, labels=batch.labels).loss
-        )
     torch.testing.assert_close(logits, expected_logits, **EXACT)
     torch.testing.assert_close(loss, expected_loss, **EXACT)
     for name, value in gradients(model).items():
@@ -212,8 +209,6 @@ def test_gathered_keys_are_said_once(ranks: RankPool) -> None:
 
 
 MISUSES: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
-    "unshifted labels": (lambda rank: {"labels": split_tensor(TOKENS)}, "shift them before the split"),
-    "on one rank": (lambda rank: {"labels": split_tensor(TOKENS)} if rank else {}, "rank 1 of the group: labels would"),
     "rows differ": (lambda rank: {"input_ids": TOKENS[: 1 + rank, :4]}, "shape differs between the ranks"),
     "lengths differ": (lambda rank: {"input_ids": TOKENS[:, : 4 + rank]}, "shape differs .* \\(2, 4\\), \\(2, 5\\)"),
     "no tokens": (lambda rank: {"input_ids": TOKENS[:, :0]}, "parts of no tokens"),

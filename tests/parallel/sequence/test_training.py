@@ -66,7 +66,9 @@ def step_of_one_process(model: Any, order: list[int], dp: int, global_mean: bool
 
 
 def train(reducer: Reducer, global_mean: bool) -> list[str]:
-    """One step of two micro-batches of two rows on dp 2 x sp 2, as the document writes a loop."""
+    """One step of two micro-batches of two rows on dp 2 x sp 2, as the document writes a loop; for one mean over all,
+    with labels that are shifted before, so that their number is that of the targets.
+    """
     wrong = []
     reference_model, model = make_model("qwen3"), make_model("qwen3")
     with sequence_parallel_groups(2):
@@ -77,7 +79,9 @@ def train(reducer: Reducer, global_mean: bool) -> list[str]:
         loader: DataLoader[Any] = DataLoader(data, batch_size=2, sampler=sampler)  # type: ignore[arg-type]
         micro_batches = []
         for input_ids, labels in loader:
-            input_ids, labels, _, _ = pad_for_sequence_parallel(input_ids, shift_labels(labels))
+            input_ids, labels, _, _ = pad_for_sequence_parallel(
+                input_ids, shift_labels(labels) if global_mean else labels
+            )
             micro_batches.append(split_for_sequence_parallel(input_ids, labels)[:2])
         assert len(micro_batches) == MICRO_BATCHES
         settings: dict[str, Any] = {}
@@ -87,7 +91,7 @@ def train(reducer: Reducer, global_mean: bool) -> list[str]:
             settings = {"group": dist.group.WORLD, "total_tokens": total}
         summed = torch.zeros(())
         for input_ids, labels in micro_batches:
-            outputs = ddp(input_ids=input_ids, shift_labels=labels)
+            outputs = ddp(input_ids=input_ids, **{"shift_labels" if global_mean else "labels": labels})
             tokens = (labels != -100).sum()
             loss = reduce_sequence_parallel_loss(outputs.loss, tokens, reducer=reducer, **settings)
             if not global_mean:
