@@ -27,7 +27,8 @@ def dispatch_modules(model: nn.Module, *, group: ProcessGroup | None = None) -> 
     were shifted over the whole sequence are passed as `shift_labels`. The loss of either is the mean over the whole
     sequence, on every rank, and its gradients, averaged over the ranks, are those of one process. With
     `num_items_in_batch` it is the sum over that number. As in transformers the last token of a document in a row
-    predicts the next document's first label, unless that label is -100.
+    predicts the next document's first label, unless that label is -100. A decoder that is dispatched without its head
+    computes no loss: labels for a head on top of it are shifted before the split (`shift_labels`).
 
     Without a mask and `cu_seq_lens_q`, documents begin where position ids start again: also in a model that takes
     positions for its table alone (BERT), where transformers on one process would attend across.

@@ -99,10 +99,11 @@ class ModelLoss:
         """Loss of logits `[b, s, vocabulary]` and labels `[b, s]`, as a model calls transformers' loss function."""
         assert self.original is not None
         self.calls += 1
+        labels = labels.to(logits.device)  # where the ranks exchange them
         targets = labels if self.are_shifted else shift_over_ranks(labels, self.group)
         others |= {"shift_labels": targets, "num_items_in_batch": 1}
         summed = self.original(logits=logits, labels=targets, vocab_size=vocab_size, **others)
-        count = (targets != IGNORED_LABEL).sum().to(summed.device)
+        count = (targets != IGNORED_LABEL).sum()
         return mean_over_ranks(summed, count, self.items, self.group)
 
 

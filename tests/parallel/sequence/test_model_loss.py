@@ -220,9 +220,11 @@ def misuse() -> dict[str, str]:
         model = make_model()
         with dispatched_modules(model):
             found = {name: refusal(lambda case=case: model(own, **case)) for name, case in cases.items()}
+            refusal(lambda: model(own, **cases["items differ"]))
+            found["kept after a failure"] = str("_loss_function" in model.__dict__)
             found["no labels"] = str(model(own, num_items_in_batch=3).loss)
             model(own, labels=own)
-        found["given back"] = str("_loss_function" in model.__dict__)
+        found["kept"] = str("_loss_function" in model.__dict__)
         for function in (sum_alone, other_label):
             model.loss_function = function
             with dispatched_modules(model):
@@ -257,7 +259,8 @@ def test_misuse(ranks: RankPool) -> None:
         "many items": "ValueError: num_items_in_batch must be one positive number, got tensor([1., 1.])",
         "items differ": f"ValueError: num_items_in_batch {differs} 3.0, 4.0",
         "no labels": "None",
-        "given back": "False",
+        "kept after a failure": "False",
+        "kept": "False",
         "sum_alone": "ValueError: the loss function sum_alone takes no shift_labels and no num_items_in_batch, so that "
         "its parts cannot be added up: compute the loss from the logits",
         "other_label": "ValueError: the loss function ignores labels of -1, not of -100",
