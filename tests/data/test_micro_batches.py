@@ -64,6 +64,18 @@ def test_without_a_plan_the_share_is_planned_by_itself() -> None:
     assert (row_numbers(by_rows), order) == ([[0, 1], [2, 3], [4]], [0, 1, 2, 3, 4])
 
 
+def test_meta_info_decides_where_no_plan_came() -> None:
+    batch = batch_of([2, 5, 4, 1, 3])
+    sized = DataProto(batch.batch, meta_info={"micro_batch_size": 2})
+    micro_batches, order = cut_micro_batches(sized, MicroBatchSettings(max_tokens=6), 0)
+    assert (row_numbers(micro_batches), order) == ([[0, 1], [2, 3], [4]], [0, 1, 2, 3, 4])
+    planned = sized.with_plan(MicroBatchPlan(rows=((0, 1, 2, 3, 4),), shares=(((4, 3, 2), (1, 0)),)))
+    assert row_numbers(cut_micro_batches(planned, MicroBatchSettings(max_tokens=6), 0)[0]) == [[4, 3, 2], [1, 0]]
+    for wrong in (0, -1, 2.0, True, "2"):
+        with pytest.raises(ValueError, match="meta_info micro_batch_size must be an integer of at least 1, got"):
+            DataProto(batch.batch, meta_info={"micro_batch_size": wrong})
+
+
 def test_lengths_are_the_real_tokens() -> None:
     # 3 + 3 real tokens fit a budget of 6, though the rows are padded to 8.
     batch = batch_of([3, 3, 8])

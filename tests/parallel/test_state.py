@@ -15,6 +15,7 @@ import torch.distributed as dist
 from roll.config import ParallelSettings
 from roll.parallel import ParallelDegrees
 from roll.parallel.state import destroy_parallel, init_parallel, parallel_groups
+from tests.launched import launched
 from tests.rank_pool import RankPool
 
 DOCUMENT_ORDER = "tp-cp-ep-pp-dp"
@@ -136,28 +137,9 @@ def world_of_its_own() -> tuple[list[int], bool]:
 
 
 def blocks_in_a_row(agent: bool) -> list[tuple[int, bool]]:
-    """Under a launcher's environment, the sum of the ranks in each of three blocks, and whether each one is left.
-
-    Args:
-        agent: whether the store is the launcher's, as torchrun's is, or rank 0's own.
-    """
-    free = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if dist.get_rank() == 0 else None
-    port = [None if free is None else free.port]
-    dist.broadcast_object_list(port)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    if not agent:
-        free = None  # Rank 0 will bind the port itself.
-    dist.barrier()
-    dist.destroy_process_group()
-    launched = {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port[0]),
-        "TORCHELASTIC_USE_AGENT_STORE": str(agent),
-    }
+    """Under a launcher: the sum of the ranks in each of three blocks, and whether torch.distributed is joined after."""
     seen = []
-    with patch.dict(os.environ, launched):
+    with launched(agent=agent):
         for layout in ({"tp": 2}, {"pp": 2}, {}):
             with parallel_groups(ParallelSettings(**layout), timeout_s=30) as state:
                 total = torch.tensor([state.rank])

@@ -44,6 +44,41 @@ def test_an_empty_batch_is_legal() -> None:
     assert len(DataProto()) == len(DataProto.from_dict({})) == 0
 
 
+def test_the_documented_constructor() -> None:
+    ids, mask = torch.arange(6).view(2, 3), torch.ones(2, 3)
+    fields = {"input_ids": ids}
+    data = DataProto(batch=fields, non_tensor_batch={"answer": ["4", "7"]}, meta_info={"global_step": 100})
+    fields["attention_mask"] = mask  # the caller's dict stays the caller's
+    assert (len(data), list(data.tensors), data.meta_info) == (2, ["input_ids"], {"global_step": 100})
+    assert data["input_ids"] is ids and data["answer"].tolist() == ["4", "7"]
+    assert len(DataProto(batch={}, non_tensor_batch={"answer": [1, 2, 3]})) == 3
+    assert len(DataProto(batch={}, non_tensor_batch=None, meta_info=None)) == 0
+    for batch, message in (
+        (
+            {"input_ids": ids, "more": torch.ones(3)},
+            "same number of rows, got {'input_ids': 2, 'more': 3, 'answer': 2}",
+        ),
+        ({"input_ids": [[1, 2]]}, r"input_ids must be a tensor \[B, ...\], got list"),
+        ({"answer": ids}, "answer: given both as tensor and as non-tensor field"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DataProto(batch=batch, non_tensor_batch={"answer": ["4", "7"]})  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class _WithSource(DataProto):
+    """A subclass that is a dataclass: its own `__init__` is made from the fields."""
+
+    source: str = ""
+
+
+def test_a_subclass_with_fields_of_its_own_is_checked_too() -> None:
+    data = _WithSource(batch={"ids": torch.ones(2, 3)}, source="here")  # type: ignore[arg-type]
+    assert len(data) == 2 and isinstance(data.batch, TensorDict) and data.source == "here"
+    with pytest.raises(ValueError, match="same number of rows"):
+        _WithSource(batch={"ids": torch.ones(2), "b": torch.ones(3)})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
