@@ -102,7 +102,7 @@ def show(
             packed = PackedSequence.packed(cu_seqlens, split)
         shape = (rows, length) if args.unpacked else (1, rows * length)
         ids = packed.own(torch.zeros(shape, dtype=torch.long))
-        steps = forward_shapes(gpt, model, packed, ids, parallel_output=not args.whole_output)
+        steps = forward_shapes(gpt, packed, ids, parallel_output=not args.whole_output)
         lines += ["", f"forward pass on rank 0 of {world_size}, {parallel.mode}:"]
         lines += [f"  {step:<20}{list(shape)}" for step, shape in steps]
     if rank == 0:

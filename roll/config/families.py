@@ -26,8 +26,10 @@ class Family:
     rather than brief."""
     only: Mapping[str, Any]
     """Keys that change what the model computes, with the only value that is supported here."""
+    bias_key: Literal["bias", "attention_bias"] | None = None
+    """Key of config.json for biases of q, k, v and the attention's output (`ModelConfig.bias`); None: no such key."""
     qkv_bias: bool = False
-    """Whether q, k and v have biases. No family here has any other."""
+    """Whether q, k and v have biases whatever the config says. No family here has biases outside attention."""
     qk_norm: bool = False
     """Whether each query and key head goes through an RMSNorm before RoPE."""
     free_head_dim: bool = True
@@ -51,7 +53,8 @@ FAMILIES: dict[str, Family] = {
             model_type="internlm2",
             architecture="InternLM2ForCausalLM",
             defaults=_DEFAULTS | _LLAMA_TOKENS | {"pad_token_id": 0, "bias": True},
-            only={"hidden_act": "silu", "bias": False},
+            only={"hidden_act": "silu"},
+            bias_key="bias",
             free_head_dim=False,
             rope_types=("linear", "dynamic"),
         ),
@@ -59,7 +62,8 @@ FAMILIES: dict[str, Family] = {
             model_type="llama",
             architecture="LlamaForCausalLM",
             defaults=_DEFAULTS | _LLAMA_TOKENS,
-            only={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+            only={"hidden_act": "silu", "mlp_bias": False},
+            bias_key="attention_bias",
         ),
         Family(
             model_type="mistral",
@@ -78,7 +82,8 @@ FAMILIES: dict[str, Family] = {
             model_type="qwen3",
             architecture="Qwen3ForCausalLM",
             defaults=_DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128},
-            only={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+            only={"hidden_act": "silu", "use_sliding_window": False},
+            bias_key="attention_bias",
             qk_norm=True,
         ),
     )

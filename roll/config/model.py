@@ -26,7 +26,7 @@ class ModelConfig(Settings):
     """An InternLM2 or a relative: decoder-only, RMSNorm, SwiGLU, RoPE, grouped-query attention."""
 
     model_type: ModelType = "internlm2"
-    """The family: what config.json and the tensors are called, and whether q, k and v have biases or norms."""
+    """The family: what config.json and the tensors are called, and whether q and k have norms."""
     vocab_size: PositiveInt
     """Rows of the embedding and of the output layer."""
     hidden_size: PositiveInt
@@ -53,6 +53,9 @@ class ModelConfig(Settings):
     """Standard deviation of random weights."""
     tie_word_embeddings: bool = False
     """Whether the output layer is the embedding."""
+    bias: bool = False
+    """Whether q, k, v and the attention's output have biases: `bias` of InternLM2's config.json, `attention_bias` of
+    Llama's and Qwen3's. Qwen2's q, k and v have biases without it."""
     bos_token_id: NonNegativeInt | None = None
     """Id of the begin-of-sequence token; null: whatever the tokenizer says."""
     eos_token_id: NonNegativeInt | Annotated[tuple[NonNegativeInt, ...], Strict(False)] | None = None
@@ -67,8 +70,8 @@ class ModelConfig(Settings):
 
     @property
     def qkv_bias(self) -> bool:
-        """Whether q, k and v have biases."""
-        return self.family.qkv_bias
+        """Whether q, k and v have biases; `bias` alone speaks of the attention's output."""
+        return self.bias or self.family.qkv_bias
 
     @property
     def qk_norm(self) -> bool:
@@ -93,6 +96,7 @@ class ModelConfig(Settings):
         yield self._head_dim_fits
         yield self._key_value_heads_divide_heads
         yield self._family_has_rope_type
+        yield self._family_has_bias
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             yield partial(self._id_is_in_vocabulary, name)
 
@@ -120,6 +124,11 @@ class ModelConfig(Settings):
             given = f"{self.model_type} has only {known} here, got {self.rope_scaling.rope_type!r}"
             yield Problem("rope_scaling.rope_type", given)
 
+    def _family_has_bias(self) -> Iterator[Problem]:
+        if self.bias and self.family.bias_key is None:
+            having = ", ".join(repr(name) for name, family in FAMILIES.items() if family.bias_key)
+            yield Problem("bias", f"{self.model_type} has only false; true is of {having}")
+
     def _id_is_in_vocabulary(self, name: str) -> Iterator[Problem]:
         given = getattr(self, name)
         for token_id in given if isinstance(given, tuple) else (given,):
@@ -140,8 +149,10 @@ class ModelConfig(Settings):
             raise ConfigError([Problem(str(file), str(family))])
         rope = RopeReading(data, family)
         problems = [*unsupported(data, family), *rope.problems]
-        known = {name: value for name, value in family.defaults.items() if name in cls.model_fields}
-        known |= {name: data[name] for name in cls.model_fields if name in data}
+        said = {**family.defaults, **data}
+        known = {name: said[name] for name in cls.model_fields if name in said and name != "bias"}
+        if family.bias_key in said:
+            known["bias"] = said[family.bias_key]
         known |= {"rope_theta": rope.theta, "rope_scaling": rope.scaling}
         if known.get("num_key_value_heads") is None and "num_attention_heads" in known:
             known["num_key_value_heads"] = known["num_attention_heads"]
@@ -153,6 +164,7 @@ class ModelConfig(Settings):
             found = schema_problems(cls, error) + find_problems(usable_part(cls, known))
             named = {problem.path for problem in problems}
             found = [rope.as_named_in_file(problem) for problem in found]
+            found = [Problem(family.bias_key or x.path, x.message) if x.path == "bias" else x for x in found]
             problems += [problem for problem in found if problem.path not in named]
         if problems:
             raise ConfigError([Problem(str(file), str(problem)) for problem in problems])
@@ -164,6 +176,9 @@ class ModelConfig(Settings):
         RoPE is written as `rope_theta` and `rope_scaling`, which both older and newer libraries read.
         """
         content = {"architectures": [self.family.architecture], **self.family.only, **self.model_dump(mode="json")}
+        bias = content.pop("bias")
+        if self.family.bias_key is not None:
+            content[self.family.bias_key] = bias
         if not self.family.free_head_dim:
             del content["head_dim"]  # Its own config class does not know the key.
         if self.rope_scaling is not None:

@@ -33,6 +33,7 @@ class AllGatherAttention(nn.Module):
         super().__init__()
         self.group = pg_collection.cp
         self.softmax_scale = softmax_scale
+        self.join_heads = nn.Flatten(start_dim=2)
 
     def forward(
         self,
@@ -54,4 +55,5 @@ class AllGatherAttention(nn.Module):
             context.append(part)
             places.append(block.queries)
         in_place = torch.cat(context)[torch.cat(places).argsort()]
-        return side_by_side(in_place, rows=query.shape[1])
+        joined: Tensor = self.join_heads(side_by_side(in_place, rows=query.shape[1]))
+        return joined

@@ -41,6 +41,7 @@ class PackedCausalAttention(nn.Module):
         super().__init__()
         assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
         self.softmax_scale = softmax_scale
+        self.join_heads = nn.Flatten(start_dim=2)
 
     def forward(
         self,
@@ -55,7 +56,8 @@ class PackedCausalAttention(nn.Module):
         """q `[s, b, h, d]`, k and v `[s, b, g, d]` to the context `[s, b, h*d]`."""
         q, k, v = (row_after_row(x) for x in (query, key, value))
         context = attend(q, k, v, packed_seq_params.segments, self.softmax_scale)
-        return side_by_side(context, rows=query.shape[1])
+        joined: Tensor = self.join_heads(side_by_side(context, rows=query.shape[1]))
+        return joined
 
 
 def row_after_row(x: Tensor) -> Tensor:
@@ -64,8 +66,8 @@ def row_after_row(x: Tensor) -> Tensor:
 
 
 def side_by_side(context: Tensor, rows: int) -> Tensor:
-    """The way back: `[b*s, h, d]` to `[s, b, h*d]`."""
-    return context.flatten(1).unflatten(0, (rows, -1)).transpose(0, 1)
+    """The way back: `[b*s, h, d]` to `[s, b, h, d]`."""
+    return context.unflatten(0, (rows, -1)).transpose(0, 1)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float | None = None) -> Tensor:

@@ -83,6 +83,7 @@ _LLAMA = {
 _QKV_BIAS = _in_layers(
     {"attention.wqkv.bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")}
 )
+_OUTPUT_BIAS = _in_layers({"attention.wo.bias": "self_attn.o_proj.bias"})
 _QK_NORM = _in_layers(
     {"attention.q_norm.weight": "self_attn.q_norm.weight", "attention.k_norm.weight": "self_attn.k_norm.weight"}
 )
@@ -90,11 +91,11 @@ _QK_NORM = _in_layers(
 _FREQUENCIES = (_LAYER + "self_attn.rotary_emb.inv_freq",)
 
 TENSOR_NAMES: dict[str, TensorNames] = {
-    "internlm2": TensorNames({canonical: (canonical,) for canonical in _LLAMA}),
-    "llama": TensorNames(_LLAMA, computed=_FREQUENCIES),
+    "internlm2": TensorNames({canonical: (canonical,) for canonical in _LLAMA | _QKV_BIAS | _OUTPUT_BIAS}),
+    "llama": TensorNames(_LLAMA | _QKV_BIAS | _OUTPUT_BIAS, computed=_FREQUENCIES),
     "mistral": TensorNames(_LLAMA, computed=_FREQUENCIES),
     "qwen2": TensorNames(_LLAMA | _QKV_BIAS),
-    "qwen3": TensorNames(_LLAMA | _QK_NORM),
+    "qwen3": TensorNames(_LLAMA | _QKV_BIAS | _OUTPUT_BIAS | _QK_NORM),
 }
 
 

@@ -23,8 +23,10 @@ def hf_shapes(model: ModelConfig, head: str) -> dict[str, tuple[int, ...]]:
             shapes[layer + "attention.wqkv.bias"] = (qkv,)
         if model.qk_norm:
             shapes |= {layer + f"attention.{norm}.weight": (model.head_dim,) for norm in ("q_norm", "k_norm")}
+        shapes[layer + "attention.wo.weight"] = hidden, model.num_attention_heads * model.head_dim
+        if model.bias:
+            shapes[layer + "attention.wo.bias"] = (hidden,)
         shapes |= {
-            layer + "attention.wo.weight": (hidden, model.num_attention_heads * model.head_dim),
             layer + "ffn_norm.weight": (hidden,),
             layer + "feed_forward.w1.weight": (ffn, hidden),
             layer + "feed_forward.w3.weight": (ffn, hidden),

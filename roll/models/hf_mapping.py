@@ -49,6 +49,8 @@ RULES: tuple[WeightRule, ...] = (
         "decoder.layers.{n}.self_attention.k_layernorm.weight", ("model.layers.{n}.attention.k_norm.weight",), None
     ),
     WeightRule("decoder.layers.{n}.self_attention.linear_proj.weight", ("model.layers.{n}.attention.wo.weight",), 1),
+    # Whole on every tensor-parallel rank, which adds it once, after the sum over the ranks.
+    WeightRule("decoder.layers.{n}.self_attention.linear_proj.bias", ("model.layers.{n}.attention.wo.bias",), None),
     WeightRule("decoder.layers.{n}.pre_mlp_layernorm.weight", ("model.layers.{n}.ffn_norm.weight",), None),
     WeightRule(
         "decoder.layers.{n}.mlp.linear_fc1.weight",

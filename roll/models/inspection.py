@@ -6,7 +6,7 @@ beside: batch first, the first layer standing for all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,9 +16,10 @@ from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from roll.config import ModelConfig
 from roll.models.hf_mapping import mapped_parameters
+from roll.models.linears import SwiGLU
 from roll.models.packed_sequence import PackedSequence
+from roll.models.ulysses import UlyssesAttention
 from roll.parallel.state import ParallelState
 
 Shape = tuple[int, ...]
@@ -46,85 +47,80 @@ def module_tree(module: nn.Module, name: str = "model", depth: int = 0) -> Itera
         yield from module_tree(child, child_name, depth + 1)
 
 
+STEPS = (
+    "input_ids",
+    "tok_embeddings",
+    "wqkv",
+    "qkv by head",
+    "q",
+    "k",
+    "v",
+    "kv",
+    "exchanged q",
+    "exchanged kv",
+    "exchanged context",
+    "context",
+    "wo",
+    "w1",
+    "w3",
+    "w2",
+    "norm",
+    "output",
+)
+"""The order of the document, which is that of the computation but for q, k and v, which are parts of kv here."""
+
+
 @torch.no_grad()
 def forward_shapes(
-    gpt: GPTModel, model: ModelConfig, packed: PackedSequence, input_ids: Tensor, *, parallel_output: bool = True
+    gpt: GPTModel, packed: PackedSequence, input_ids: Tensor, *, parallel_output: bool = True
 ) -> list[tuple[str, Shape]]:
     """(step, shape on this rank) of a forward pass over a model that is one pipeline stage.
+
+    Each shape is of a tensor of that pass. On a GPU there are no w1 and w3: the fused kernel takes both as one tensor.
 
     Args:
         input_ids: `[b, s]`, this rank's part of a packed row or of unpacked rows.
     """
-    steps: list[tuple[str, Shape]] = []
+    found: dict[str, Shape] = {}
 
-    def note(step: str, *shape: int) -> None:
-        steps.append((step, shape))
-
-    def embedded(_: nn.Module, inputs: Any, kwargs: Any, output: Tensor) -> None:
-        note("input_ids", *kwargs["input_ids"].shape)
-        note("tok_embeddings", *_batch_first(output))
-
-    def projected(_: nn.Module, inputs: Any, output: Any) -> None:
-        rows, tokens, width = _batch_first(output[0])
-        per_group = model.num_attention_heads // model.num_key_value_heads + 2
-        note("wqkv", rows, tokens, width)
-        note("qkv by head", rows, tokens, width // (per_group * model.head_dim), per_group, model.head_dim)
-
-    def before_attention(label: str) -> Callable[..., None]:
-        def hook(_: nn.Module, inputs: Any) -> None:
-            query, key, value = inputs[:3]
-            note(f"{label}q", *_batch_first(query))
-            if not label:
-                note("k", *_batch_first(key))
-                note("v", *_batch_first(value))
-            rows, tokens, heads, size = _batch_first(key)
-            note(f"{label}kv", rows, tokens, 2, heads, size)
-
-        return hook
-
-    def after_attention(label: str) -> Callable[..., None]:
-        def hook(_: nn.Module, inputs: Any, output: Tensor) -> None:
-            rows, tokens, width = _batch_first(output)
-            note(f"{label}context", rows, tokens, width // model.head_dim, model.head_dim)
-
-        return hook
-
-    def gated(_: nn.Module, inputs: Any, output: Any) -> None:
-        rows, tokens, width = _batch_first(output[0])
-        note("w1", rows, tokens, width // 2)
-        note("w3", rows, tokens, width // 2)
-
-    def layer_output(step: str) -> Callable[..., None]:
-        def hook(_: nn.Module, inputs: Any, output: Any) -> None:
-            note(step, *_batch_first(output[0] if isinstance(output, tuple) else output))
-
-        return hook
+    def note(steps: Sequence[str | None], tensors: Any) -> None:
+        """Megatron-Core's `[s, b, ...]` in the document's order."""
+        several = tensors if isinstance(tensors, tuple) else (tensors,)
+        for step, tensor in zip(steps, several, strict=False):
+            if step is not None:
+                tokens, rows, *rest = tensor.shape
+                found[step] = rows, tokens, *rest
 
     layer = gpt.decoder.layers[0]
-    attention = layer.self_attention
-    local = getattr(attention.core_attention, "local_attention", None)
+    attention, activation = layer.self_attention, layer.mlp.activation_func
+    core = attention.core_attention
     with ExitStack() as hooks:
 
-        def hook(handle: Any) -> None:
+        def before(module: nn.Module, *steps: str | None) -> None:
+            """Note the arguments of `module`."""
+            handle = module.register_forward_pre_hook(lambda _, inputs: note(steps, inputs))
             hooks.callback(handle.remove)
 
-        hook(gpt.embedding.register_forward_hook(embedded, with_kwargs=True))
-        hook(attention.linear_qkv.register_forward_hook(projected))
-        hook(attention.core_attention.register_forward_pre_hook(before_attention("")))
-        if local is not None:
-            hook(local.register_forward_pre_hook(before_attention("exchanged ")))
-            hook(local.register_forward_hook(after_attention("exchanged ")))
-        hook(attention.core_attention.register_forward_hook(after_attention("")))
-        hook(attention.linear_proj.register_forward_hook(layer_output("wo")))
-        hook(layer.mlp.linear_fc1.register_forward_hook(gated))
-        hook(layer.mlp.linear_fc2.register_forward_hook(layer_output("w2")))
-        hook(gpt.decoder.final_layernorm.register_forward_hook(layer_output("norm")))
+        def after(module: nn.Module, *steps: str | None) -> None:
+            """Note the results of `module`."""
+            handle = module.register_forward_hook(lambda _, inputs, outputs: note(steps, outputs))
+            hooks.callback(handle.remove)
+
+        after(gpt.embedding, "tok_embeddings")
+        after(attention.linear_qkv, "wqkv")
+        before(attention.split_heads, "qkv by head")
+        after(attention.split_heads, None, "kv")
+        before(core, "q", "k", "v")
+        before(core.join_heads, "context")
+        if isinstance(core, UlyssesAttention):
+            after(core.exchange, "exchanged q", "exchanged kv")
+            before(core.local_attention.join_heads, "exchanged context")
+        after(attention.linear_proj, "wo")
+        if isinstance(activation, SwiGLU):
+            before(activation.gated, "w1", "w3")
+        after(layer.mlp.linear_fc2, "w2")
+        after(gpt.decoder.final_layernorm, "norm")
         hidden = gpt(input_ids=input_ids, position_ids=None, attention_mask=None, packed_seq_params=packed)
-    note("output", *gpt.head.logits(hidden, parallel_output=parallel_output).shape)
-    return steps
-
-
-def _batch_first(x: Tensor) -> Shape:
-    """Megatron-Core's `[s, b, ...]` in the document's order."""
-    tokens, rows, *rest = x.shape
-    return rows, tokens, *rest
+    found["input_ids"] = tuple(input_ids.shape)
+    found["output"] = tuple(gpt.head.logits(hidden, parallel_output=parallel_output).shape)
+    return [(step, found[step]) for step in STEPS if step in found]

@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import (
     RowParallelLinear,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -30,10 +30,11 @@ from roll.models.attention import PackedCausalAttention
 from roll.models.embedding import HiddenParallelEmbedding
 from roll.models.heads import HandOn, LanguageModelHead, ValueHead
 from roll.models.hf_mapping import mapped_parameters
-from roll.models.linears import GateAndUpLinear, GatherOnceColumnParallelLinear
+from roll.models.linears import BiasedRowParallelLinear, GateAndUpLinear, GatherOnceColumnParallelLinear, SwiGLU
 from roll.models.ring_attention import RingAttention
 from roll.models.rms_norm import RMSNorm
 from roll.models.rotary import PositionRotaryEmbedding
+from roll.models.self_attention import GroupedQueryAttention
 from roll.models.ulysses import UlyssesAttention
 from roll.models.weight_sharding import shard_weights
 from roll.parallel.state import ParallelState
@@ -58,7 +59,7 @@ def megatron_config(model: ModelConfig, parallel: ParallelSettings, dtype: torch
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=silu,
-        add_bias_linear=False,
+        add_bias_linear=False,  # For wo and the MLP alike; wo's bias comes with its layer.
         add_qkv_bias=model.qkv_bias,
         qk_layernorm=model.qk_norm,
         hidden_dropout=0.0,
@@ -75,6 +76,7 @@ def megatron_config(model: ModelConfig, parallel: ParallelSettings, dtype: torch
         moe_token_dispatcher_type="alltoall",  # variable_seq_lengths is refused otherwise, MoE or not.
         perform_initialization=False,  # Weights come from `roll.checkpoint.hf`, random ones too.
         use_cpu_initialization=True,  # It is built without memory, see `build_internlm2`.
+        use_te_activation_func=not on_gpu,  # The activation of the layer spec, which is ours.
         # The fused kernels below need CUDA (and some of them Apex or transformer-engine).
         bias_activation_fusion=on_gpu,
         bias_dropout_fusion=on_gpu,
@@ -92,12 +94,12 @@ def layer_spec(parallel: ParallelSettings, model: ModelConfig) -> ModuleSpec:
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=ModuleSpec(
-                module=SelfAttention,
+                module=GroupedQueryAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=GatherOnceColumnParallelLinear if mode == "msp" else ColumnParallelLinear,
                     core_attention=core_attention(parallel),
-                    linear_proj=RowParallelLinear,
+                    linear_proj=BiasedRowParallelLinear if model.bias else RowParallelLinear,
                     # Each rank has the norms whole and its own heads only. Megatron-Core sums their gradients over the
                     # tensor-parallel group by these names, with sequence parallelism and without.
                     q_layernorm=RMSNorm if model.qk_norm else None,
@@ -107,7 +109,10 @@ def layer_spec(parallel: ParallelSettings, model: ModelConfig) -> ModuleSpec:
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
             mlp=ModuleSpec(
-                module=MLP, submodules=MLPSubmodules(linear_fc1=_GATE_AND_UP[mode], linear_fc2=RowParallelLinear)
+                module=MLP,
+                submodules=MLPSubmodules(
+                    linear_fc1=_GATE_AND_UP[mode], activation_func=SwiGLU, linear_fc2=RowParallelLinear
+                ),
             ),
             mlp_bda=get_bias_dropout_add,
         ),

@@ -35,6 +35,7 @@ class RingAttention(nn.Module):
         super().__init__()
         self.ring = Ring(pg_collection.cp)
         self.softmax_scale = softmax_scale
+        self.join_heads = nn.Flatten(start_dim=2)
 
     def forward(
         self,
@@ -49,7 +50,8 @@ class RingAttention(nn.Module):
         """q `[s/n, b, h, d]`, k and v `[s/n, b, g, d]` to the context `[s/n, b, h*d]` of the same tokens."""
         q, k, v = (row_after_row(x) for x in (query, key, value))
         context = _RingAttention.apply(q, k, v, packed_seq_params.zigzag, self.ring, self.softmax_scale)
-        return side_by_side(context, rows=query.shape[1])
+        joined: Tensor = self.join_heads(side_by_side(context, rows=query.shape[1]))
+        return joined
 
 
 class _RingAttention(torch.autograd.Function):

@@ -40,6 +40,7 @@ def scaled(rope_type: str, **parameters: Any) -> dict[str, Any]:
 CASES: dict[str, Case] = {
     "llama": Case("llama"),
     "llama-tied": Case("llama", {"tie_word_embeddings": True} | scaled("dynamic")),
+    "llama-bias": Case("llama", {"attention_bias": True}),
     "llama-linear": Case("llama", scaled("linear")),
     "llama3": Case(
         "llama",
@@ -50,6 +51,7 @@ CASES: dict[str, Case] = {
     "qwen2": Case("qwen2"),
     "qwen2-tied": Case("qwen2", {"tie_word_embeddings": True}),
     "qwen3": Case("qwen3", {"head_dim": 10} | scaled("dynamic")),
+    "qwen3-bias": Case("qwen3", {"head_dim": 6, "attention_bias": True}),
     "qwen3-tied": Case("qwen3", {"head_dim": 6, "tie_word_embeddings": True}),
 }
 

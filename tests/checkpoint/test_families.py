@@ -101,7 +101,7 @@ def test_logits_and_bytes_are_those_of_transformers(
         assert ModelConfig.from_folder(tmp_path / name) == ModelConfig.from_folder(folder)
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen2-tied", "qwen3"])
+@pytest.mark.parametrize("name", ["llama3", "llama-bias", "qwen2-tied", "qwen3"])
 def test_transformers_reads_what_we_write(
     ranks: RankPool, written: dict[str, tuple[Path, list[Tensor]]], tmp_path: Path, name: str
 ) -> None:
@@ -139,7 +139,8 @@ def folder_of(path: Path, model: ModelConfig, files: int = 2) -> tuple[dict[str,
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_parts_are_chunks_of_canonical_tensors(tmp_path: Path, family: str, tied: bool) -> None:
-    model = model_of(family, tie_word_embeddings=tied)
+    has_key = FAMILIES[family].bias_key is not None
+    model = model_of(family, tie_word_embeddings=tied, bias=has_key and not tied)
     _, canonical = folder_of(tmp_path, model)
     if tied:
         canonical["output.weight"] = canonical["model.tok_embeddings.weight"]
@@ -155,8 +156,8 @@ def test_parts_are_chunks_of_canonical_tensors(tmp_path: Path, family: str, tied
 
 
 def test_random_weights_of_a_family() -> None:
-    for family in FAMILIES:
-        model = model_of(family, tie_word_embeddings=True)
+    for family, description in FAMILIES.items():
+        model = model_of(family, tie_word_embeddings=True, bias=description.bias_key is not None)
         source = RandomTensors(model, "lm", seed=3)
         whole = {name: source.part(name, None, 0, 1) for name in hf_shapes(model, "lm")}
         assert torch.equal(whole["output.weight"], whole["model.tok_embeddings.weight"])
@@ -183,6 +184,23 @@ def test_every_tensor_that_does_not_fit_is_listed_under_the_familys_name(tmp_pat
         f"  unknown: {layer}o_proj.bias",
         f"  shape: {layer}v_proj.weight is (16, 8), the config asks for (8, 16)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("family", "biases"),
+    [
+        ("internlm2", ["attention.wo.bias", "attention.wqkv.bias"]),
+        ("llama", [f"self_attn.{x}_proj.bias" for x in "koqv"]),
+        ("qwen3", [f"self_attn.{x}_proj.bias" for x in "koqv"]),
+    ],
+)
+@pytest.mark.parametrize("said", [False, True])
+def test_biases_and_their_key_come_together(tmp_path: Path, family: str, biases: list[str], said: bool) -> None:
+    folder_of(tmp_path, model_of(family, bias=not said))
+    with pytest.raises(ValueError, match=r"does not fit its config\.json") as refused:
+        HfFolder(tmp_path, model_of(family, bias=said)).check("lm")
+    wanted = [f"  {'missing' if said else 'unknown'}: model.layers.{n}.{name}" for n in range(2) for name in biases]
+    assert str(refused.value).splitlines()[1:] == wanted
 
 
 def test_half_a_download_is_refused(tmp_path: Path) -> None:

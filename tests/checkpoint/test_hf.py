@@ -23,7 +23,7 @@ from tests.checkpoint.folder_of_tensors import (
 )
 from tests.layouts import name_of
 from tests.rank_pool import RankPool
-from tests.strategies.tiny import TINY
+from tests.strategies.tiny import BIASED, TINY
 
 LAYOUTS = [
     (1, {}),
@@ -69,16 +69,17 @@ def through_the_model(
 @pytest.mark.parametrize(("world_size", "layout"), LAYOUTS, ids=name_of)
 def test_there_and_back(ranks: RankPool, tmp_path: Path, world_size: int, layout: dict[str, Any]) -> None:
     jobs, tensors = [], {}
+    models = {"lm": BIASED, "value": TINY}
     for head, files in (("lm", 3), ("value", 1)):
-        tensors[head] = random_tensors(TINY, head)
-        source = write_folder(tmp_path / head, TINY, tensors[head], files)
+        tensors[head] = random_tensors(models[head], head)
+        source = write_folder(tmp_path / head, models[head], tensors[head], files)
         jobs.append((source, head, tmp_path / f"{head}-again"))
     ranks.run(through_the_model, jobs, layout, 64 << 10, torch.float32, world_size=world_size)
     for source, head, target in jobs:
         assert_same_bytes(read_folder(target), tensors[head])
         assert len(list(target.glob("*.safetensors"))) > 1
         assert all(path.stat().st_size < 80 << 10 for path in target.glob("*.safetensors"))
-        assert ModelConfig.from_folder(target) == TINY
+        assert ModelConfig.from_folder(target) == models[head]
         for name in TOKENIZER_FILES:
             assert (target / name).read_bytes() == (source / name).read_bytes()
         assert not target.with_name(target.name + ".unfinished").exists()

@@ -78,15 +78,50 @@ def test_what_is_written_is_read_back(tmp_path: Path, family: str, tied: bool) -
 
 
 def test_biases_and_norms_are_the_familys() -> None:
-    has = {family: (x.qkv_bias, x.qk_norm) for family in FAMILIES for x in [ModelConfig(model_type=family, **SIZES)]}
-    nothing = (False, False)
+    models = [ModelConfig(model_type=family, **SIZES) for family in FAMILIES]
+    has = {model.model_type: (model.qkv_bias, model.bias, model.qk_norm) for model in models}
+    nothing = (False, False, False)
     assert has == {
         "internlm2": nothing,
         "llama": nothing,
         "mistral": nothing,
-        "qwen2": (True, False),
-        "qwen3": (False, True),
+        "qwen2": (True, False, False),
+        "qwen3": (False, False, True),
     }
+
+
+@pytest.mark.parametrize(
+    ("family", "said", "bias", "qkv_bias"),
+    [
+        ("internlm2", {}, True, True),  # as configuration_internlm2.py has it
+        ("internlm2", {"bias": True}, True, True),
+        ("internlm2", {"bias": False, "attention_bias": True}, False, False),  # another family's key says nothing
+        ("llama", {}, False, False),
+        ("llama", {"attention_bias": True}, True, True),
+        ("llama", {"bias": True}, False, False),
+        ("qwen3", {"attention_bias": True}, True, True),
+        ("qwen2", {"attention_bias": True, "bias": True}, False, True),
+        ("mistral", {"attention_bias": True, "sliding_window": None}, False, False),
+    ],
+)
+def test_biases_are_what_the_familys_key_says(
+    tmp_path: Path, family: str, said: dict[str, Any], bias: bool, qkv_bias: bool
+) -> None:
+    model = read(tmp_path, SIZES | {"model_type": family} | said)
+    assert (model.bias, model.qkv_bias) == (bias, qkv_bias)
+    content = model.to_hf_dict()
+    key = {"internlm2": "bias", "llama": "attention_bias", "qwen3": "attention_bias"}.get(family)
+    assert {name: content[name] for name in ("bias", "attention_bias") if name in content} == (
+        {key: bias} if key else {}
+    )
+    assert read(tmp_path, content) == model
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2"])
+def test_biases_of_a_family_without_a_key_are_refused(family: str) -> None:
+    line = f"bias: {family} has only false; true is of 'internlm2', 'llama', 'qwen3'"
+    with pytest.raises(ValidationError, match=line):
+        ModelConfig(model_type=family, bias=True, **SIZES)
 
 
 @pytest.mark.parametrize(
@@ -113,9 +148,9 @@ def test_context_length(tmp_path: Path, scaling: dict[str, Any] | None, length: 
             "got 'qwen3_moe', a mixture of experts",
         ),
         (llama(num_local_experts=8), "num_local_experts: mixtures of experts are not supported, got 8"),
-        (llama(attention_bias=True), "attention_bias: only false is supported, got true"),
+        (llama(attention_bias=None), "attention_bias: must be a valid boolean, got null"),
+        (SIZES | {"model_type": "internlm2", "bias": "yes"}, "bias: must be a valid boolean, got 'yes'"),
         (llama(mlp_bias=True), "mlp_bias: only false is supported, got true"),
-        (llama(model_type="qwen3", attention_bias=True), "attention_bias: only false is supported, got true"),
         (llama(model_type="mistral", sliding_window=16), "sliding_window: only null is supported, got 16"),
         (
             llama(model_type="mistral"),

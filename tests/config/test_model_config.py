@@ -58,6 +58,7 @@ def test_from_folder_ignores_bookkeeping(tmp_path: Path) -> None:
     model = ModelConfig.from_folder(write(tmp_path, HF))
     assert model == ModelConfig(**SIZES, bos_token_id=1, eos_token_id=2, pad_token_id=2)
     assert model.head_dim == 128
+    assert not model.bias
 
 
 def test_hf_dict_reads_back(tmp_path: Path) -> None:
@@ -69,10 +70,11 @@ def test_hf_dict_reads_back(tmp_path: Path) -> None:
 
 
 def test_absent_keys_mean_what_hugging_face_means(tmp_path: Path) -> None:
-    brief = without("rms_norm_eps", "rope_theta", "pad_token_id", "tie_word_embeddings", "num_key_value_heads")
+    brief = without("rms_norm_eps", "rope_theta", "pad_token_id", "tie_word_embeddings", "num_key_value_heads", "bias")
     model = ModelConfig.from_folder(write(tmp_path, brief))
     assert (model.rms_norm_eps, model.rope_theta, model.pad_token_id) == (1e-6, 10000, 0)
     assert model.num_key_value_heads == 32
+    assert model.bias
 
 
 def test_rope_parameters_of_transformers_5(tmp_path: Path) -> None:
@@ -85,8 +87,6 @@ def test_rope_parameters_of_transformers_5(tmp_path: Path) -> None:
     [
         (HF | {"model_type": "gpt2", "bias": True}, f"{KNOWN_TYPES}, got 'gpt2'"),
         (without("model_type"), f"{KNOWN_TYPES}, got None"),
-        (HF | {"bias": True}, "bias: only false is supported, got true"),
-        (without("bias"), "bias: only false is supported, got no value, which means true"),
         (HF | {"hidden_act": "gelu"}, 'hidden_act: only "silu" is supported, got "gelu"'),
         (without("hidden_size"), "hidden_size: this setting is required, but not given"),
         (HF | {"num_attention_heads": 33}, "num_attention_heads: 33 does not divide hidden_size 4096"),
@@ -99,15 +99,15 @@ def test_unsupported_models_are_refused_by_name(tmp_path: Path, content: dict[st
 
 
 def test_all_problems_of_a_file_at_once(tmp_path: Path) -> None:
-    content = HF | {"bias": True, "hidden_act": "gelu", "vocab_size": 0, "num_key_value_heads": 5}
+    content = HF | {"bias": 1, "hidden_act": "gelu", "vocab_size": 0, "num_key_value_heads": 5}
     with pytest.raises(ConfigError) as caught:
         ModelConfig.from_folder(write(tmp_path, content))
     assert str(caught.value).splitlines() == [
         f"{tmp_path / 'config.json'}: {line}"
         for line in [
             'hidden_act: only "silu" is supported, got "gelu"',
-            "bias: only false is supported, got true",
             "vocab_size: must be greater than 0, got 0",
+            "bias: must be a valid boolean, got 1",
             "num_key_value_heads: 5 does not divide num_attention_heads 32",
         ]
     ]

@@ -1,6 +1,7 @@
 """Every shape that InternEvo's document prints for InternLM2, in each mode, as golden rows.
 
-The right-hand sides are the document's own formulas; only `num_heads` and the like are written shorter.
+The right-hand sides are the document's own formulas; only `num_heads` and the like are written shorter. The model has
+the biases of wqkv and wo that the document prints.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from roll.models.internlm2 import build_internlm2
 from roll.models.packed_sequence import PackedSequence
 from roll.parallel.state import parallel_groups
 from tests.rank_pool import RankPool
-from tests.strategies.tiny import TINY
+from tests.strategies.tiny import BIASED
 
-vocab_size, hidden_size, ffn = TINY.vocab_size, TINY.hidden_size, TINY.intermediate_size
-heads, kv_heads, head_dim = TINY.num_attention_heads, TINY.num_key_value_heads, TINY.head_dim
+vocab_size, hidden_size, ffn = BIASED.vocab_size, BIASED.hidden_size, BIASED.intermediate_size
+heads, kv_heads, head_dim = BIASED.num_attention_heads, BIASED.num_key_value_heads, BIASED.head_dim
 micro_bsz, seq_len = 2, 8
 total = micro_bsz * seq_len
 qkv = hidden_size + 2 * hidden_size // heads * kv_heads
@@ -37,12 +38,12 @@ POSITIONS = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4])
 def inspected(settings: dict[str, Any], parallel_output: bool) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
     parallel = ParallelSettings(**settings)
     with parallel_groups(parallel) as state:
-        gpt = build_internlm2(TINY, parallel, state, dtype=torch.float32, head="lm").eval()
-        load_weights(gpt, tensor_source(Path(), TINY, init="random", head="lm", seed=0), state)
+        gpt = build_internlm2(BIASED, parallel, state, dtype=torch.float32, head="lm").eval()
+        load_weights(gpt, tensor_source(Path(), BIASED, init="random", head="lm", seed=0), state)
         packed = PackedSequence.packed(CU_SEQLENS, SequenceSplit(parallel, state.cp.rank()))
         assert torch.equal(packed.position_ids, packed.own(POSITIONS.unsqueeze(0))[0])
         ids = packed.own(torch.arange(total).unsqueeze(0))
-        return local_shapes(gpt, state), forward_shapes(gpt, TINY, packed, ids, parallel_output=parallel_output)
+        return local_shapes(gpt, state), forward_shapes(gpt, packed, ids, parallel_output=parallel_output)
 
 
 @pytest.mark.parametrize(("world_size", "sp_size", "wp_size"), [(2, 2, 1), (4, 2, 4), (4, 4, 2)])
@@ -52,7 +53,9 @@ def test_isp(ranks: RankPool, world_size: int, sp_size: int, wp_size: int) -> No
         layer = "model.layers.0."
         assert weights["model.tok_embeddings.weight"] == (vocab_size, hidden_size // wp_size)
         assert weights[f"{layer}attention.wqkv.weight"] == (qkv // wp_size, hidden_size)
+        assert weights[f"{layer}attention.wqkv.bias"] == (qkv // wp_size,)
         assert weights[f"{layer}attention.wo.weight"] == (hidden_size // wp_size, hidden_size)
+        assert weights[f"{layer}attention.wo.bias"] == (hidden_size // wp_size,)
         assert weights[f"{layer}feed_forward.w1.weight"] == (ffn // wp_size, hidden_size)
         assert weights[f"{layer}feed_forward.w2.weight"] == (hidden_size // wp_size, ffn)
         assert weights[f"{layer}feed_forward.w3.weight"] == (ffn // wp_size, hidden_size)
@@ -90,7 +93,10 @@ def test_mtp_msp_fsp(ranks: RankPool, mode: str, tp_size: int, parallel_output: 
         layer = "model.layers.0."
         assert weights["model.tok_embeddings.weight"] == (vocab_size, hidden_size // tp_size)
         assert weights[f"{layer}attention.wqkv.weight"] == (qkv // tp_size, hidden_size)
+        assert weights[f"{layer}attention.wqkv.bias"] == (qkv // tp_size,)
         assert weights[f"{layer}attention.wo.weight"] == (hidden_size, hidden_size // tp_size)
+        # The document prints no bias of wo here, but a model has the same biases in every mode: whole on every rank.
+        assert weights[f"{layer}attention.wo.bias"] == (hidden_size,)
         assert weights[f"{layer}feed_forward.w1.weight"] == (ffn // tp_size, hidden_size)
         assert weights[f"{layer}feed_forward.w2.weight"] == (hidden_size, ffn // tp_size)
         assert weights[f"{layer}feed_forward.w3.weight"] == (ffn // tp_size, hidden_size)

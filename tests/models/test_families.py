@@ -17,6 +17,7 @@ from roll.models.hf_mapping import RULES
 from roll.models.transformers_model import as_family_names, build_transformers_model, canonical_tensors, load_tensors
 
 WQKV, BIAS = "model.layers.3.attention.wqkv.weight", "model.layers.3.attention.wqkv.bias"
+HAVING_BIAS = [name for name, family in FAMILIES.items() if family.bias_key is not None]
 
 
 def model_of(
@@ -51,8 +52,9 @@ def tensors_of(model: ModelConfig, head: str = "lm") -> dict[str, Tensor]:
 ROWS_BY_HAND = {"q": [0, 1, 2, 3, 8, 9, 10, 11], "k": [4, 5, 12, 13], "v": [6, 7, 14, 15]}
 
 
-def test_wqkv_by_hand() -> None:
-    model = model_of("qwen2")
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_wqkv_by_hand(family: str) -> None:
+    model = model_of(family)
     wqkv = torch.arange(16.0).unsqueeze(1) * torch.ones(1, 8)  # row r holds r
     canonical = {WQKV: wqkv, BIAS: torch.arange(16.0)}
     apart = dict(to_family(model, canonical.items()))
@@ -89,26 +91,36 @@ NAMES_BY_HAND = [
 ]
 
 
+QKV_BIAS = [f"self_attn.{x}_proj.bias" for x in "qkv"]
+QK_NORM = ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
+
+
 @pytest.mark.parametrize(
-    ("family", "more"),
+    ("family", "bias", "after_qkv", "after_output"),
     [
-        ("llama", []),
-        ("mistral", []),
-        ("qwen2", [f"self_attn.{x}_proj.bias" for x in "qkv"]),
-        ("qwen3", ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]),
+        ("llama", False, [], []),
+        ("llama", True, QKV_BIAS, ["self_attn.o_proj.bias"]),
+        ("mistral", False, [], []),
+        ("qwen2", False, QKV_BIAS, []),
+        ("qwen3", False, QK_NORM, []),
+        ("qwen3", True, QKV_BIAS + QK_NORM, ["self_attn.o_proj.bias"]),
     ],
 )
-def test_names_by_hand(family: str, more: list[str]) -> None:
-    model = model_of(family)
+def test_names_by_hand(family: str, bias: bool, after_qkv: list[str], after_output: list[str]) -> None:
+    model = model_of(family, bias=bias)
     names = [name for name, _ in to_family(model, tensors_of(model).items())]
-    assert names == NAMES_BY_HAND[:5] + [f"model.layers.0.{name}" for name in more] + NAMES_BY_HAND[5:]
-    tied = model_of(family, tie_word_embeddings=True)
+    layer = "model.layers.0."
+    expected = [*NAMES_BY_HAND[:5], *[layer + name for name in after_qkv]]
+    expected += [NAMES_BY_HAND[5], *[layer + name for name in after_output], *NAMES_BY_HAND[6:]]
+    assert names == expected
+    tied = model_of(family, bias=bias, tie_word_embeddings=True)
     assert [name for name, _ in to_family(tied, tensors_of(tied).items())] == names[:-1]
 
 
 def test_internlm2_keeps_its_names() -> None:
-    model = model_of("internlm2")
+    model = model_of("internlm2", bias=True)
     tensors = tensors_of(model)
+    assert {"model.layers.0.attention.wqkv.bias", "model.layers.0.attention.wo.bias"} < tensors.keys()
     assert [(name, tensor) for name, tensor in to_family(model, tensors.items())] == list(tensors.items())
 
 
@@ -126,9 +138,12 @@ def test_every_family_has_both_tables() -> None:
     st.integers(1, 3),
     st.integers(1, 12),
     st.sampled_from(["lm", "value"]),
+    st.booleans(),
 )
-def test_there_and_back(family: str, groups: int, per_group: int, half_head: int, layers: int, head: str) -> None:
-    model = model_of(family, groups, per_group, 2 * half_head, layers)
+def test_there_and_back(
+    family: str, groups: int, per_group: int, half_head: int, layers: int, head: str, bias: bool
+) -> None:
+    model = model_of(family, groups, per_group, 2 * half_head, layers, bias=bias and family in HAVING_BIAS)
     tensors = tensors_of(model, head)
     back = dict(from_family(model, dict(to_family(model, tensors.items()))))
     assert list(back) == list(tensors)
@@ -139,7 +154,8 @@ def test_there_and_back(family: str, groups: int, per_group: int, half_head: int
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_transformers_model_is_filled_whole(family: str, tied: bool) -> None:
-    model = model_of(family, groups=2, per_group=3, layers=2, tie_word_embeddings=tied)
+    bias = family in HAVING_BIAS and not tied
+    model = model_of(family, groups=2, per_group=3, layers=2, tie_word_embeddings=tied, bias=bias)
     tensors = tensors_of(model)
     target = build_transformers_model(model)
     own = dict(to_family(model, tensors.items()))
@@ -167,6 +183,7 @@ def test_a_llama_describes_the_network_of_internlm2() -> None:
     assert config.rms_norm_eps == 1e-4
     assert not config.tie_word_embeddings
     assert not config.attention_bias
+    assert build_transformers_model(model_of("internlm2", bias=True)).config.attention_bias
     assert not config.mlp_bias
     assert config.hidden_act == "silu"
 
@@ -190,7 +207,7 @@ def test_a_tensor_without_a_place_is_refused(name: str, shape: tuple[int, ...], 
     ("name", "message"),
     [
         ("model.layers.0.extra.weight", r"model\.layers\.0\.extra\.weight: llama has no such tensor"),
-        ("model.layers.0.self_attn.q_proj.bias", "q_proj.bias: llama has no such tensor"),
+        ("model.layers.0.mlp.up_proj.bias", "up_proj.bias: llama has no such tensor"),
         ("model.layers.0.self_attn.k_proj.weight", "k_proj.weight is joined with .*q_proj.weight and .*v_proj.weight"),
     ],
 )

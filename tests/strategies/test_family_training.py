@@ -1,5 +1,7 @@
 """Training of the relatives: biases, norms of queries and keys, and scaled RoPE, against one process with transformers.
 
+InternLM2 with biases is transformers' Llama with `attention_bias`.
+
 Batch and loss are those of `tiny`; one job trains all families under a layout.
 """
 
@@ -31,6 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "head_dim": 10} | DYNAMIC,
     "internlm2": DYNAMIC,
+    "internlm2-bias": {"bias": True},
 }
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (1, {}),
@@ -183,12 +186,12 @@ def _weights(
     return weights
 
 
-def test_a_checkpoint_holds_norms_of_queries_and_keys(
+def test_a_checkpoint_holds_biases_and_norms_of_queries_and_keys(
     ranks: RankPool, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    relatives = {"qwen3": folders["qwen3"]}
+    relatives = {family: folders[family] for family in ("qwen3", "internlm2-bias")}
     saved = ranks.run(train_and_save, relatives, tmp_path, {"tp": 2}, world_size=2)[0]
-    loaded = ranks.run(load, relatives, tmp_path, {}, world_size=1)[0]
+    loaded = ranks.run(load, relatives, tmp_path, {"mode": "isp", "wp": 2}, world_size=2)[0]
     for family, weights in saved.items():
         assert loaded[family].keys() == weights.keys()
         assert all(torch.equal(loaded[family][name], tensor) for name, tensor in weights.items())

@@ -27,6 +27,8 @@ TINY = ModelConfig(
     eos_token_id=2,
     pad_token_id=0,
 )
+BIASED = TINY.model_copy(update={"bias": True})
+"""The same with biases of wqkv and wo."""
 # Clipping and the step itself must not disturb what is compared.
 OPTIMIZER = OptimizerSettings(lr=1e-3, max_grad_norm=1e9)
 
