@@ -32,6 +32,7 @@ SMALL = ModelConfig(
     num_attention_heads=8,
     num_key_value_heads=4,
     max_position_embeddings=1024,
+    bias=True,  # As the document prints wqkv and wo.
 )
 
 
@@ -62,7 +63,8 @@ def main() -> None:
         check_divides(row, parallel.row_multiple, "parts")
         check_divides(args.seq_len, parallel.segment_multiple, "parts")
     except ValidationError as refused:
-        raise SystemExit("\n".join(problem["msg"] for problem in refused.errors())) from None
+        told = (problem["msg"].removeprefix("Value error, ") for problem in refused.errors())
+        raise SystemExit("\n".join(told)) from None
     except ValueError as refused:
         raise SystemExit(str(refused)) from None
     world_size = args.tp * args.cp * math.lcm(args.sp, args.wp)
@@ -79,6 +81,7 @@ def show(
     rank: int, world_size: int, port: int, model: ModelConfig, parallel: ParallelSettings, args: argparse.Namespace
 ) -> None:
     """One rank: build, run, and (rank 0) print."""
+    os.environ["ROLL_PLATFORM"] = "cpu"  # Any number of ranks, also beside a GPU, whose fused kernels hide some steps.
     with get_platform().quiet_megatron():
         from roll.checkpoint.hf import load_weights
         from roll.checkpoint.tensor_sources import tensor_source

@@ -100,10 +100,17 @@ class ParallelSettings(Settings):
             yield Problem("rank_order", f"must name each of {', '.join(RANK_AXES)} once, got {self.rank_order!r}")
 
     def _degrees_belong_to_the_mode(self) -> Iterator[Problem]:
-        foreign = {"tp": self.tp, "cp": self.cp} if self.mode == "isp" else {"sp": self.sp, "wp": self.wp}
-        for name, degree in foreign.items():
+        if self.mode == "isp":
+            # InternEvo's config calls the ranks that split the sequence the tensor parallel size in every mode.
+            instead = {"tp": ("InternEvo's tensor parallel size is", "sp"), "cp": ("a sequence is split over", "sp")}
+        else:
+            over = "tp" if self.sequence_parallel else "cp"
+            instead = {"sp": ("a sequence is split over", over), "wp": ("weights are split over", "tp")}
+        for name, (what, own) in instead.items():
+            degree = getattr(self, name)
             if degree > 1:
-                yield Problem(name, f"{degree} has no meaning in mode {self.mode}: it must be 1 there")
+                kept = f"mode {self.mode} keeps it at 1, got {degree}"
+                yield Problem(name, f"{kept}; {what} {own} here: set parallel.{own}={degree}")
         if self.mode == "isp" and self.cp_comm != "a2a":
             yield Problem("cp_comm", f"{self.cp_comm} has no meaning in mode isp: its ranks exchange heads, a2a")
         if self.sequence_parallel and self.tp == 1:

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from roll.data.batch_loader import BatchLoader
     from roll.data.batch_sampler import PackBatchSampler, RampUp
     from roll.data.loading import load_accum_batch, load_accum_batches, load_batch, load_micro_batch
     from roll.data.pack import build_pack
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from roll.data.unpack import build_unpack
 
 __all__ = [
+    "BatchLoader",
     "ListSource",
     "Pack",
     "PackBatchSampler",
@@ -53,6 +55,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "BatchLoader": "batch_loader",
     "ListSource": "sources.lists",
     "Pack": "packs",
     "PackBatchSampler": "batch_sampler",

@@ -49,10 +49,14 @@ def load_accum_batch(
     data: Data, labels: Tensor, offset: int, process: Sequence[ProcessFunc] = ()
 ) -> tuple[Data, Tensor]:
     """Micro-batch `offset`, processed as `data_process` says, ready for the model."""
-    micro_data, micro_labels = load_micro_batch(data, labels, offset)
+    return processed(*load_micro_batch(data, labels, offset), process)
+
+
+def processed(data: Data, labels: Tensor, process: Sequence[ProcessFunc]) -> tuple[Data, Tensor]:
+    """A micro-batch after the steps of `process`, one after the other."""
     for function in process:
-        micro_data, micro_labels = function(micro_data, micro_labels)
-    return micro_data, micro_labels
+        data, labels = function(data, labels)
+    return data, labels
 
 
 def load_accum_batches(batch_data: Sequence[Any], process: Sequence[ProcessFunc] = ()) -> Iterator[tuple[Data, Tensor]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from roll.config import Mode
 from roll.data.loading import Data, ProcessFunc
-from roll.data.packs import IGNORED, PAD_ID
+from roll.data.packs import IGNORED, PAD_ID, check_sizes
 
 
 def data_process(
@@ -29,8 +29,13 @@ def data_process(
     """The steps that a micro-batch goes through, for `load_accum_batch`.
 
     Packed data are flattened, others unpacked; only mode isp splits the sequence here, over its `sp_size` ranks (msp
-    and fsp split behind the embedding). Raises ValueError if the sequence does not divide.
+    and fsp split behind the embedding).
+
+    Raises:
+        ValueError: a size is below 1, the sequence does not divide, or `sp_rank` is none of the `sp_size` ranks.
     """
+    check_sizes(micro_bsz, seq_len)
+    _check_rank(sp_rank, sp_size)
     steps: list[ProcessFunc] = []
     if use_packed_dataset:
         steps.append(packed_data_normalizer)
@@ -90,8 +95,7 @@ def split_data_sequence_parallel(data: Data, labels: Tensor, *, sp_rank: int, sp
 
     Raises ValueError if the sequence does not divide into `sp_size` parts.
     """
-    if not 0 <= sp_rank < sp_size:
-        raise ValueError(f"sp_rank={sp_rank} is not one of sp_size={sp_size} ranks")
+    _check_rank(sp_rank, sp_size)
     _check_divides(labels.shape[-1], sp_size)
 
     def part(whole: Tensor) -> Tensor:
@@ -99,6 +103,11 @@ def split_data_sequence_parallel(data: Data, labels: Tensor, *, sp_rank: int, sp
 
     split: Data = {name: part(data[name]) for name in ("input_ids", "indexes") if name in data}
     return {**data, **split}, part(labels)
+
+
+def _check_rank(sp_rank: int, sp_size: int) -> None:
+    if not 0 <= sp_rank < sp_size:
+        raise ValueError(f"sp_rank={sp_rank} is not one of sp_size={sp_size} ranks")
 
 
 def _check_divides(length: int, sp_size: int) -> None:

@@ -49,8 +49,14 @@ def test_multiples_that_rows_and_their_segments_are_filled_up_to(
     ("settings", "message"),
     [
         ({"mode": "fsp"}, "mode: fsp splits the sequence over tp, which must be more than 1; got tp 1"),
-        ({"mode": "isp", "tp": 2}, "tp: 2 has no meaning in mode isp: it must be 1 there"),
-        ({"mode": "isp", "cp": 2}, "cp: 2 has no meaning in mode isp: it must be 1 there"),
+        (
+            {"mode": "isp", "tp": 2},
+            "tp: mode isp keeps it at 1, got 2; InternEvo's tensor parallel size is sp here: set parallel.sp=2",
+        ),
+        (
+            {"mode": "isp", "cp": 4},
+            "cp: mode isp keeps it at 1, got 4; a sequence is split over sp here: set parallel.sp=4",
+        ),
         (
             {"mode": "isp", "cp_comm": "ring"},
             "cp_comm: ring has no meaning in mode isp: its ranks exchange heads, a2a",
@@ -63,8 +69,15 @@ def test_multiples_that_rows_and_their_segments_are_filled_up_to(
             {"mode": "isp", "sp": 2, "pp": 2, "rank_order": "tp-cp-ep-pp-dp"},
             "rank_order: must end with pp where sp 2 and pp 2 are more than 1, got 'tp-cp-ep-pp-dp'",
         ),
-        ({"sp": 2}, "sp: 2 has no meaning in mode mtp: it must be 1 there"),
-        ({"mode": "msp", "tp": 2, "wp": 2}, "wp: 2 has no meaning in mode msp: it must be 1 there"),
+        ({"sp": 2}, "sp: mode mtp keeps it at 1, got 2; a sequence is split over cp here: set parallel.cp=2"),
+        (
+            {"mode": "fsp", "tp": 2, "sp": 2},
+            "sp: mode fsp keeps it at 1, got 2; a sequence is split over tp here: set parallel.tp=2",
+        ),
+        (
+            {"mode": "msp", "tp": 2, "wp": 4},
+            "wp: mode msp keeps it at 1, got 4; weights are split over tp here: set parallel.tp=4",
+        ),
         ({"mode": "tsp"}, "mode"),
     ],
 )
