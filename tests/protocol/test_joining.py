@@ -81,7 +81,9 @@ def test_metrics_are_a_dict() -> None:
 
 
 def test_metrics_without_a_form_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"metrics: loss has a dict of more names beside values: \[\[1.0\], {'a': \[2.0\]}\]"):
+    with pytest.raises(
+        ValueError, match=r"metrics: loss has a dict of more names beside values: \[\[1.0\], {'a': \[2.0\]}\]"
+    ):
         DataProto.concat([measured({"loss": 1.0}), measured({"loss": {"a": 2.0}})])
     endless: list[Any] = []
     endless.append(endless)
