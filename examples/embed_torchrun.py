@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from roll.config import MicroBatchSettings, ModelConfig, OptimizerSettings, ParallelSettings, StrategySettings
+from roll.config import ModelConfig, OptimizerSettings, ParallelSettings, StrategySettings
 from roll.parallel.state import parallel_groups
 from roll.protocol import DataProto
 from roll.strategies import MegatronTrainStrategy, ModelOutput
@@ -38,9 +38,12 @@ def make_batch() -> DataProto:
     """Four rows of 16 tokens: prompts of different lengths padded on the left, then 8 response tokens."""
     ids = torch.randint(3, 512, (4, 16), generator=torch.Generator().manual_seed(0))
     attention_mask = (torch.arange(16) >= torch.tensor([0, 3, 5, 7]).unsqueeze(1)).long()
-    response_mask = (torch.arange(16) >= 8).long().expand(4, 16)
-    return DataProto.from_dict(
-        {"input_ids": ids * attention_mask, "attention_mask": attention_mask, "response_mask": response_mask.clone()}
+    response_mask = (torch.arange(16) >= 8).long().repeat(4, 1)
+    return DataProto(
+        batch={"input_ids": ids * attention_mask, "attention_mask": attention_mask, "response_mask": response_mask},
+        non_tensor_batch={"answer": ["4", "7", "1", "9"]},
+        # `_broadcast_non_tensor_batch` sends the answers along too. `micro_batch_size` counts where no plan does.
+        meta_info={"global_step": 100, "micro_batch_size": 2, "_broadcast_non_tensor_batch": True},
     )
 
 
@@ -64,13 +67,18 @@ def main() -> None:
             model_path=make_model_folder(Path(folder)),
             init="random",
             parallel=ParallelSettings(tp=2),
-            micro_batch=MicroBatchSettings(rows=2),
             optimizer=OptimizerSettings(lr=1e-3),
         )
         strategy = MegatronTrainStrategy(settings, state)
         strategy.initialize()
-        # Only the leader of a model-parallel group needs the data; `get_data_input` inside shares it.
+        # Only the leader of a model-parallel group needs the data; `get_data_input` gives it to the others, rows and
+        # meta_info alike. The steps below call it themselves: they take the leader's batch and the others' empty one.
         batch = make_batch() if state.is_leader else DataProto()
+        received = strategy.get_data_input(batch)
+        if state.rank == 1:
+            print(
+                f"rank 1: {tuple(received['input_ids'].shape)}, {received['answer']}, {received.meta_info}", flush=True
+            )
         results = strategy.forward_step(batch, partial(log_probs, strategy))
         before = strategy.train_step(batch, partial(loss, strategy))
         after = strategy.train_step(batch, partial(loss, strategy))

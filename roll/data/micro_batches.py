@@ -21,8 +21,9 @@ def cut_micro_batches(
 ) -> tuple[list[DataProto], list[int]]:
     """The micro-batches of this rank's share, and the share's row numbers in the order in which they appear.
 
-    A plan that came with the batch decides; without one (no driver), the share is planned by itself. A share without
-    rows is one micro-batch without rows, so that its rank takes part in what the others do together.
+    A plan that came with the batch decides. Without one the share is planned by itself: into micro-batches of
+    `meta_info["micro_batch_size"]` rows, in their order, where the batch has that entry, else by `settings`. A share
+    without rows is one micro-batch without rows, so that its rank takes part in what the others do together.
 
     Raises ValueError if the plan deals this rank another number of rows.
     """
@@ -32,7 +33,8 @@ def cut_micro_batches(
     if batch.plan is not None:
         cuts = [list(rows) for rows in batch.plan.shares[dp_rank]]
     else:
-        plan = with_plan(batch, 1, settings).plan
+        rows = batch.micro_batch_size
+        plan = with_plan(batch, 1, settings if rows is None else MicroBatchSettings(rows=rows)).plan
         assert plan is not None
         cuts = [[plan.rows[0][row] for row in rows] for rows in plan.shares[0]]
     return [batch.select_idxs(rows) for rows in cuts], [row for rows in cuts for row in rows]

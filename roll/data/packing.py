@@ -54,15 +54,19 @@ class PackedRows:
         following[self.places] = shifted[self.mask]
         return following
 
+    def unpack(self, values: Tensor) -> Tensor:
+        """Values of all tokens at their rows: `[T, ...]` to `[B, S, ...]`, zero at padding. Differentiable."""
+        rows = values.new_zeros(*self.mask.shape, *values.shape[1:])
+        mask = self.mask.view(*self.mask.shape, *[1] * (values.ndim - 1))
+        return rows.masked_scatter(mask, values[self.places])
+
     def unpack_next(self, values: Tensor) -> Tensor:
         """Per-token results back at their rows: `[T]` to `[B, S-1]`.
 
         What was computed at token t speaks of token t+1, so it stands at index t; it is zero where token t or t+1 is
         padding. Differentiable.
         """
-        rows = values.new_zeros(self.mask.shape)
-        rows = rows.masked_scatter(self.mask, values[self.places])
-        return torch.where(self.mask[:, :-1] & self.mask[:, 1:], rows[:, :-1], 0.0)
+        return torch.where(self.mask[:, :-1] & self.mask[:, 1:], self.unpack(values)[:, :-1], 0.0)
 
 
 def pack_rows(

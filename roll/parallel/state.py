@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _joined_here = False
 """Whether `init_parallel` joined torch.distributed in this process; a caller that joined it leaves it."""
+_rendezvous: _Rendezvous | None = None
+"""The rendezvous of the process groups that `init_parallel` has made in this process."""
 
 
 @dataclass(frozen=True)
@@ -119,9 +121,7 @@ def init_parallel(settings: ParallelSettings, *, timeout_s: float = 600.0) -> Pa
         raise RuntimeError("parallel groups exist already in this process; call destroy_parallel() first")
     global _joined_here
     if not dist.is_initialized():
-        _default_rendezvous()
-        dist.init_process_group(platform.collective_backend, timeout=timedelta(seconds=timeout_s))
-        _joined_here = True
+        _join(timedelta(seconds=timeout_s))
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=degrees.tp,
         pipeline_model_parallel_size=degrees.pp,
@@ -158,10 +158,41 @@ def parallel_groups(settings: ParallelSettings, *, timeout_s: float = 600.0) -> 
         destroy_parallel()
 
 
-def _default_rendezvous() -> None:
-    """One process without a launcher is a world of its own."""
-    if "WORLD_SIZE" not in os.environ:
+@dataclass
+class _Rendezvous:
+    """A store that the ranks of this launch share, and how many process groups were made over it."""
+
+    address: tuple[str | None, ...]
+    """The environment that it was made from."""
+    store: dist.Store
+    rank: int
+    world_size: int
+    joined: int = 0
+
+
+def _join(timeout: timedelta) -> None:
+    """Join torch.distributed as the environment says; again over the same store, if there is one.
+
+    A second process group would find the addresses of the first one in the store and wait for them, so each gets keys
+    of its own. All ranks join equally often: to join is a collective call.
+    """
+    global _joined_here, _rendezvous
+    if "WORLD_SIZE" not in os.environ:  # One process without a launcher is a world of its own.
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    address = tuple(map(os.environ.get, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")))
+    if _rendezvous is None or _rendezvous.address != address:
+        _rendezvous = _Rendezvous(address, *next(dist.rendezvous("env://", timeout=timeout)))
+    _rendezvous.store.set_timeout(timeout)
+    store = dist.PrefixStore(f"init_parallel/{_rendezvous.joined}", _rendezvous.store)
+    _rendezvous.joined += 1
+    dist.init_process_group(
+        get_platform().collective_backend,
+        store=store,
+        rank=_rendezvous.rank,
+        world_size=_rendezvous.world_size,
+        timeout=timeout,
+    )
+    _joined_here = True
 
 
 def _weight_mesh(degrees: ParallelDegrees, timeout_s: float) -> DeviceMesh:

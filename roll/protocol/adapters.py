@@ -14,8 +14,8 @@ import numpy as np
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from roll.protocol import joining
-from roll.protocol.batch_data import tensor_dict
 from roll.protocol.data_proto import DataProto
+from roll.protocol.tensors import tensor_dict
 
 BatchT = TypeVar("BatchT")
 

@@ -15,16 +15,26 @@ from roll.protocol import display, joining, storage
 from roll.protocol.normalizers import LossNormalizers
 from roll.protocol.plan import MicroBatchPlan
 from roll.protocol.rows import object_array
+from roll.protocol.tensors import check_tensor, own_tensors, tensor_dict
 
 BROADCAST_NON_TENSOR = "_broadcast_non_tensor_batch"
 """The documented key of meta_info that `broadcast_non_tensor` reads."""
 AUTO_PADDING = "_verl_auto_padding"
 """The key of meta_info that `is_padding_enabled` reads; verl's, so that its batches bring it along."""
+MICRO_BATCH_SIZE = "micro_batch_size"
+"""The documented key of meta_info that `micro_batch_size` reads."""
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, init=False)
 class BatchData:
     """The fields of a `DataProto`, without the operations on rows and names.
+
+    Args:
+        batch: tensors [B, ...]: a dict, or a TensorDict of batch size [B]. None on a stub.
+        non_tensor_batch: for each name a list or an array of B objects.
+        meta_info: entries that hold for all rows.
+        plan: the micro-batch plan.
+        normalizers: the denominators of a step's loss.
 
     The device of `batch`, if it has one, is kept by every method; `to` sets it.
 
@@ -34,7 +44,7 @@ class BatchData:
 
     batch: TensorDict | None = None
     """Tensors, each [B, ...]; the TensorDict's batch size is [B]. None on a stub."""
-    non_tensor_batch: Mapping[str, np.ndarray] = field(default_factory=dict)
+    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
     """Object arrays, each [B]."""
     meta_info: dict[str, Any] = field(default_factory=dict)
     """What holds for all rows."""
@@ -42,6 +52,31 @@ class BatchData:
     """Set by the driver; on a share it is still the plan of the whole batch."""
     normalizers: LossNormalizers | None = None
     """Set by the strategy for a training step; counted over the whole step, not over these rows."""
+
+    def __init__(
+        self,
+        batch: Mapping[str, Tensor] | None = None,
+        non_tensor_batch: Mapping[str, Sequence[Any] | np.ndarray] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+        plan: MicroBatchPlan | None = None,
+        normalizers: LossNormalizers | None = None,
+    ) -> None:
+        given = {
+            "batch": batch,
+            "non_tensor_batch": non_tensor_batch,
+            "meta_info": meta_info,
+            "plan": plan,
+            "normalizers": normalizers,
+        }
+        vars(self).update(given)
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        """Take own copies and check them. Apart from `__init__` for the sake of subclasses that are dataclasses."""
+        objects = {name: object_array(values, name) for name, values in (self.non_tensor_batch or {}).items()}
+        tensors = None if self.batch is None else own_tensors(self.batch, objects)
+        vars(self).update(batch=tensors, non_tensor_batch=objects, meta_info=joining.own_meta(self.meta_info or {}))
+        self.check_consistency()
 
     @classmethod
     def from_dict(
@@ -60,16 +95,8 @@ class BatchData:
             raise ValueError(
                 f"num_batch_dims={num_batch_dims}: rows are one dimension; flatten(0, {num_batch_dims - 1})"
             )
-        tensors = tensors or {}
-        objects = {name: object_array(values, name) for name, values in (non_tensors or {}).items()}
-        for name, value in tensors.items():
-            check_tensor(name, value)
-        lengths = {name: len(tensor) for name, tensor in tensors.items()}
-        lengths |= {name: len(values) for name, values in objects.items()}
-        if len(set(lengths.values())) > 1:
-            raise ValueError(f"fields must have the same number of rows, got {lengths}")
         meta = {**(meta_info or {}), **({AUTO_PADDING: True} if auto_padding else {})}
-        return cls(tensor_dict(tensors, next(iter(lengths.values()), 0)), objects, meta)
+        return cls({} if tensors is None else dict(tensors.items()), non_tensors, meta)
 
     @classmethod
     def from_single_dict(
@@ -82,16 +109,6 @@ class BatchData:
         tensors = {name: value for name, value in data.items() if isinstance(value, Tensor)}
         objects = {name: value for name, value in data.items() if not isinstance(value, Tensor)}
         return cls.from_dict(tensors, objects, meta_info, auto_padding=auto_padding)
-
-    def __post_init__(self) -> None:
-        set_field = object.__setattr__  # only here: a frozen dataclass normalises its own fields
-        if self.batch is not None:
-            # A TensorDict of the same tensors, so that a field added to it does not appear in the caller's.
-            set_field(self, "batch", self.batch.clone(recurse=False))
-        objects = {name: object_array(values, name) for name, values in (self.non_tensor_batch or {}).items()}
-        set_field(self, "non_tensor_batch", objects)
-        set_field(self, "meta_info", joining.own_meta(self.meta_info or {}))
-        self.check_consistency()
 
     def _like(
         self,
@@ -136,6 +153,7 @@ class BatchData:
                 raise ValueError(f"a plan of {self.plan.num_rows} rows, shares {shares}, on a batch of {count} rows")
         for key in (BROADCAST_NON_TENSOR, AUTO_PADDING):
             _checked_flag(self.meta_info, key)
+        _checked_micro_batch_size(self.meta_info)
 
     def _check_lengths(self) -> None:
         """Before rows are taken: what was put into `non_tensor_batch` by hand may have another number of them."""
@@ -212,6 +230,15 @@ class BatchData:
         """
         return _checked_flag(self.meta_info, AUTO_PADDING)
 
+    @property
+    def micro_batch_size(self) -> int | None:
+        """Rows of a micro-batch, where no plan comes with the batch; None leaves it to the strategy's settings.
+
+        It is kept as `meta_info["micro_batch_size"]`, the documented key. Raises ValueError for anything but None and
+        an integer of at least 1.
+        """
+        return _checked_micro_batch_size(self.meta_info)
+
     # --- copies, devices, bytes ---------------------------------------------------------------------------------------
 
     def to(self, device: torch.device | str) -> Self:
@@ -244,35 +271,18 @@ class BatchData:
         return replace(self, batch=batch, **changes)
 
 
-def tensor_dict(tensors: Mapping[str, Tensor], num_rows: int, device: torch.device | None = None) -> TensorDict:
-    """These tensors, also where there is none to tell the number of rows.
-
-    On `device`, unless a tensor lies elsewhere: a TensorDict with a device would move it there.
-    """
-    if device is not None and not all(_is_on(device, tensor) for tensor in tensors.values()):
-        device = None
-    return TensorDict(dict(tensors), batch_size=[num_rows], device=device)
-
-
-def _is_on(device: torch.device, tensor: Tensor) -> bool:
-    """Whether the tensor lies there; a device without an index is any of its type."""
-    theirs = tensor.device
-    return device.type == theirs.type and (None in (device.index, theirs.index) or device.index == theirs.index)
-
-
-def check_tensor(name: str, value: Any) -> None:
-    """Refuse what is not a dense tensor [B, ...] with values."""
-    if not isinstance(value, Tensor) or value.layout != torch.strided or value.ndim == 0:
-        raise ValueError(f"{name} must be a tensor [B, ...], got {display.describe_value(value)}")
-    if value.is_meta:
-        raise ValueError(f"{name} has no values: it is on the device meta")
-
-
 def _checked_flag(meta_info: Mapping[str, Any], key: str) -> bool:
     flag = meta_info.get(key, False)
     if not isinstance(flag, bool):
         raise ValueError(f"meta_info {key} must be True or False, got {flag!r}")
     return flag
+
+
+def _checked_micro_batch_size(meta_info: Mapping[str, Any]) -> int | None:
+    rows = meta_info.get(MICRO_BATCH_SIZE)
+    if rows is not None and (not isinstance(rows, int | np.integer) or isinstance(rows, bool) or rows < 1):
+        raise ValueError(f"meta_info {MICRO_BATCH_SIZE} must be an integer of at least 1, got {rows!r}")
+    return None if rows is None else int(rows)
 
 
 def _unpickle(

@@ -9,8 +9,9 @@ from typing import Any, Generic, NamedTuple, NoReturn, Self, TypeVar
 import numpy as np
 from torch import Tensor
 
-from roll.protocol.batch_data import BatchData, tensor_dict
+from roll.protocol.batch_data import BatchData
 from roll.protocol.field_names import check_kinds, known, listed, new_names
+from roll.protocol.tensors import tensor_dict
 
 Names = str | Iterable[str]
 """One name, or several in a list, a tuple or a set."""

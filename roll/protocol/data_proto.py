@@ -16,10 +16,10 @@ from typing import Any, NoReturn, Self, TypeVar, cast
 from tensordict import TensorDict
 
 from roll.protocol import joining, storage
-from roll.protocol.batch_data import tensor_dict
 from roll.protocol.batch_fields import BatchFields
 from roll.protocol.batch_rows import BatchRows
 from roll.protocol.field_names import listed
+from roll.protocol.tensors import tensor_dict
 
 DataProtoT = TypeVar("DataProtoT", bound="DataProto")
 

@@ -1,13 +1,13 @@
 """How the batch of a leader becomes the batch of all ranks that work on it with the leader.
 
-    every rank   says that it has come, and what it brings                         (roll call, through the store)
-    leader       checks its batch and hears of the other leaders; then says either the header of what follows, or
-                 why nothing follows
-    every rank   raises that error, or sends and receives the bytes, level by level:
+    every rank   reports that it has come, and the batch that it brings            (roll call, through the store)
+    leader       checks its batch and hears of the other leaders; then decides: a header of the bytes that follow, with
+                 the entries of meta_info that some rank lacks, or a refusal
+    every rank   raises the refusal, or sends and receives the bytes, level by level:
 
                  leader ──▶ ranks of its level-0 group ──▶ each the ranks of its level-1 group
 
-    every rank   says whether it could read the objects, if some went along           (a second roll call)
+    every rank   reports whether it could unpickle the objects, if there were some    (a second roll call)
 
 A refusal is thus heard by all ranks before anyone waits for a batch, also by those of other leaders, who would later
 wait for this batch's gradients; and a rank that does not come, or brings another batch, is named.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import permutations
 from typing import TypeVar, get_args
 
@@ -27,92 +27,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roll.config import RowsOn
-from roll.protocol.batch_data import tensor_dict
 from roll.protocol.broadcast import broadcast_bytes
 from roll.protocol.data_proto import DataProto
-from roll.protocol.digest import digest
-from roll.protocol.metrics import without_metrics
+from roll.protocol.delivery_messages import Decision, RankReport, message_of, pickled_lacking, with_shared_entries
 from roll.protocol.roll_call import MissingRanks, RollCall
+from roll.protocol.tensors import tensor_dict
 from roll.protocol.wire import Specs, flatten, specs_of, total_bytes, unflatten
 
 Check = Callable[[DataProto], None]
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class _Word:
-    """What a rank brings to a call."""
-
-    error: str | None = None
-    """What is wrong on this rank; the rest says nothing then."""
-    specs: Specs | None = None
-    """Of its rows; None for a stub."""
-    objects: tuple[str, ...] = ()
-    """Names in `non_tensor_batch`."""
-    meta: Mapping[str, str] = field(default_factory=dict)
-    """Digests of what must be equal on all ranks: entries of meta_info but the metrics, normalizers, and the
-    micro-batch plan, since ranks with different ones would wait for each other's micro-batches."""
-
-    @classmethod
-    def of(cls, batch: DataProto) -> _Word:
-        """It does not raise: whatever is wrong with the batch is what this rank has to say."""
-        try:
-            if not isinstance(batch, DataProto):
-                raise ValueError(f"a DataProto is delivered, got {type(batch).__name__}")
-            batch.check_consistency()
-            specs = None if batch.batch is None else specs_of(batch.tensors)
-            return cls(None, specs, tuple(sorted(batch.non_tensor_batch)), _digests(batch))
-        except Exception as error:  # noqa: BLE001 - whatever it is: the others wait, and must hear of it
-            return cls(_account(error))
-
-
-def _digests(batch: DataProto) -> dict[str, str]:
-    values = {f"meta_info {name}": value for name, value in without_metrics(batch.meta_info).items()}
-    plan = None if batch.plan is None else (batch.plan.shares, batch.plan.rows)
-    counts = None if batch.normalizers is None else (batch.normalizers.tokens, batch.normalizers.sequences)
-    found = {}
-    for name, value in {**values, "normalizers": counts, "micro-batch plan": plan}.items():
-        try:
-            found[name] = digest(value)
-        except ValueError as refused:
-            raise ValueError(f"{name} {refused}") from refused
-    return found
-
-
-def _account(error: Exception) -> str:
-    return str(error) if isinstance(error, (ValueError, MissingRanks)) else f"{type(error).__name__}: {error}"
-
-
-@dataclass(frozen=True)
-class _Header:
-    """What the leader says to all: what follows, or why nothing does."""
-
-    error: str | None = None
-    missing: tuple[int, ...] | None = None
-    """With an `error` that says that ranks did not come: which."""
-    specs: Specs = ()
-    num_rows: int = 0
-    non_tensor: bool = False
-    """Whether `non_tensor_batch` goes along."""
-    object_bytes: int = 0
-    """Bytes of the pickled `non_tensor_batch`, which follow those of the tensors."""
-    closing: bool = False
-    """Whether all say at the end that they could read the objects of some share."""
-
-    @classmethod
-    def of(cls, error: Exception) -> _Header:
-        return cls(error=_account(error), missing=error.ranks if isinstance(error, MissingRanks) else None)
-
-    @classmethod
-    def of_share(cls, dp: int, header: _Header) -> _Header:
-        """The refusal of one share, as the others hear it."""
-        if header.missing is not None:
-            return header
-        return cls(error=f"the batch of data-parallel rank {dp} was refused: {header.error}")
-
-    def as_exception(self) -> ValueError | MissingRanks:
-        assert self.error is not None
-        return ValueError(self.error) if self.missing is None else MissingRanks(self.error, self.missing)
 
 
 class BatchDelivery:
@@ -155,61 +78,69 @@ class BatchDelivery:
         keys: Sequence[str] | None = None,
         check: Check | None = None,
     ) -> DataProto:
-        """The leader's rows, on every rank, on the device.
+        """The leader's batch, on every rank, on the device.
 
-        The other ranks bring a stub of the batch, or rows of their own of the same kind, which are replaced. Of either,
-        meta_info (but for metrics), plan and normalizers must be equal to the leader's, and stay.
+        The other ranks bring a stub, an empty `DataProto()`, or rows of the same kind, which are replaced. Afterwards
+        all ranks have the leader's meta_info, plan and normalizers; `meta_info["metrics"]` stays each rank's own.
 
         Args:
             batch: the rows on the leader.
-            non_tensor: read on the leader: whether `non_tensor_batch` goes along; None for what the batch's
-                `broadcast_non_tensor` says. The leader keeps its own.
+            non_tensor: read on the leader: whether `non_tensor_batch` goes along; None for the leader's
+                `broadcast_non_tensor`. The leader keeps its own.
             keys: read on the leader: the tensors that are wanted; None for all.
             check: called on the leader with what will be sent; what it raises is raised on every rank.
 
         Raises:
-            ValueError: on every rank of every share: the batch of one of them is refused, its ranks bring different
-                batches, or one cannot read the objects. Only a rank without memory for the rows fails alone.
+            ValueError: on every rank of every share: the batch of a leader is refused; a rank brings rows of another
+                kind, or an entry of meta_info, a plan or normalizers that the leader lacks or has with another value;
+                or a rank cannot unpickle the objects. Only a rank without memory for the rows fails alone.
             MissingRanks: on every rank that came: others did not, within the roll call's time.
         """
-        word = _Word.of(batch)
+        report = RankReport.of(batch)
         if not self._share.decides:
-            return self._receive(batch, self._hear(word))
-        header, (batch, flat) = self._tell(word, lambda words: self._prepare(batch, words, non_tensor, keys, check))
+            return self._receive(batch, self._hear(report))
+        decision, (batch, flat) = self._tell(
+            report, lambda reports: self._prepare(batch, reports, non_tensor, keys, check)
+        )
         if flat is not None:
             self._pass_on(flat)
-        if header.closing:
-            self._tell(_Word(), self._conclude)
+        if decision.closing:
+            self._tell(RankReport(), self._conclude)
         return batch
 
-    def _receive(self, batch: DataProto, header: _Header) -> DataProto:
-        """What follows the header, on a rank that does not lead."""
-        if self._rows_on == "every_rank":
-            rows = batch.select([spec.name for spec in header.specs], None if header.non_tensor else [])
+    def _receive(self, batch: DataProto, decision: Decision) -> DataProto:
+        """The batch on a rank that does not lead, from the leader's decision and bytes."""
+        flat, objects, report = None, {}, RankReport()
+        if self._rows_on == "leader":
+            num_bytes = total_bytes(decision.specs) + decision.object_bytes
+            flat = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            self._pass_on(flat)
+        what = "meta_info"
+        try:  # Only now: a rank that failed earlier would leave the others alone with the bytes.
+            batch = with_shared_entries(batch, pickle.loads(decision.lacking) if decision.lacking else {})
+            what = "non_tensor_batch"
+            if flat is not None and decision.object_bytes:
+                objects = pickle.loads(flat[-decision.object_bytes :].cpu().numpy().tobytes())
+        except Exception as error:  # noqa: BLE001 - what unpickling runs may raise anything; the others hear of it
+            report = RankReport(f"{what} cannot be unpickled: {message_of(error)}")
+        if decision.closing:
+            self._hear(report)
+        if flat is None:
+            rows = batch.select([spec.name for spec in decision.specs], None if decision.non_tensor else [])
             return rows.to(self._device)
-        flat = torch.empty(total_bytes(header.specs) + header.object_bytes, dtype=torch.uint8, device=self._device)
-        self._pass_on(flat)
-        word, objects = _Word(), {}
-        if header.object_bytes:
-            try:
-                objects = pickle.loads(flat[-header.object_bytes :].cpu().numpy().tobytes())
-            except Exception as error:  # noqa: BLE001 - what unpickling runs may raise anything; the others hear of it
-                word = _Word(f"non_tensor_batch cannot be unpickled: {_account(error)}")
-        if header.closing:
-            self._hear(word)
-        return _with_rows(batch, unflatten(flat, header.specs), objects, header.num_rows).to(self._device)
+        return _with_rows(batch, unflatten(flat, decision.specs), objects, decision.num_rows).to(self._device)
 
     def _prepare(
         self,
         batch: DataProto,
-        words: list[_Word],
+        reports: list[RankReport],
         non_tensor: bool | None,
         keys: Sequence[str] | None,
         check: Check | None,
-    ) -> tuple[_Header, tuple[DataProto, Tensor | None]]:
-        """Everything on the leader that may fail, before anybody waits for bytes: header, its result, what to send."""
-        self._check_errors(words)
-        self._check_same(words)
+    ) -> tuple[Decision, tuple[DataProto, Tensor | None]]:
+        """The leader's decision, result and bytes to send: all that may fail, before any rank waits for bytes."""
+        self._check_errors(reports)
+        self._check_same(reports)
         batch = _wanted(batch, keys)
         if check is not None:
             check(batch)
@@ -219,96 +150,105 @@ class BatchDelivery:
         flat = self._flat(batch, specs, objects) if self._sends else None
         tensors = {name: tensor.detach() for name, tensor in batch.tensors.items()}
         result = _with_rows(batch, tensors, batch.non_tensor_batch, len(batch)).to(self._device)
-        return _Header(None, None, specs, len(batch), non_tensor, len(objects)), (result, flat)
+        lacking = pickled_lacking(batch, reports[1:])
+        decision = Decision(
+            specs=specs,
+            num_rows=len(batch),
+            non_tensor=non_tensor,
+            object_bytes=len(objects),
+            lacking=lacking,
+            closing=bool(objects or lacking),
+        )
+        return decision, (result, flat)
 
-    def _conclude(self, words: list[_Word]) -> tuple[_Header, None]:
-        self._check_errors(words)
-        return _Header(), None
+    def _conclude(self, reports: list[RankReport]) -> tuple[Decision, None]:
+        self._check_errors(reports)
+        return Decision(), None
 
-    def _check_errors(self, words: list[_Word]) -> None:
-        """Raises ValueError if a rank says that something is wrong."""
-        for rank, word in zip(self._share.ranks, words, strict=True):
-            if word.error is not None:
-                raise ValueError(f"{self._share.name}: rank {rank}: {word.error}")
+    def _check_errors(self, reports: list[RankReport]) -> None:
+        """Raises ValueError if a rank reports a defect."""
+        for rank, report in zip(self._share.ranks, reports, strict=True):
+            if report.error is not None:
+                raise ValueError(f"{self._share.name}: rank {rank}: {report.error}")
 
-    def _check_same(self, words: list[_Word]) -> None:
-        """Raises ValueError if a rank brings another batch than the leader."""
+    def _check_same(self, reports: list[RankReport]) -> None:
+        """Raises ValueError if a rank brings another batch than the leader. A stub may lack what the leader has."""
         group = self._share
-        ours, *others = words
+        ours, *others = reports
         for rank, theirs in zip(group.ranks[1:], others, strict=True):
             if theirs.specs is None and self._rows_on == "every_rank":
                 raise ValueError(f"{group.name}: rank {rank} has no rows, only a stub")
-            differing = sorted(name for name in {**ours.meta, **theirs.meta} if not _equal_at(name, ours, theirs))
-            if differing:
-                raise ValueError(f"{group.name}: the batch of rank {rank} has another {', '.join(differing)}")
+            for name, value in theirs.shared.items():
+                if name not in ours.shared:
+                    raise ValueError(f"{group.name}: the batch of rank {rank} has {name}, the leader's has none")
+                if ours.shared[name] != value:
+                    raise ValueError(f"{group.name}: the batch of rank {rank} has another {name} than the leader's")
             if ours.specs is None or theirs.specs is None:
                 continue
-            brought = [{*map(str, word.specs or ())} for word in (ours, theirs)]
+            brought = [{*map(str, report.specs or ())} for report in (ours, theirs)]
             if self._rows_on == "every_rank":
-                brought = [specs | {*word.objects} for specs, word in zip(brought, (ours, theirs), strict=True)]
+                brought = [specs | {*report.objects} for specs, report in zip(brought, (ours, theirs), strict=True)]
             if brought[0] != brought[1]:
                 leads, its = (", ".join(sorted(a - b)) or "less" for a, b in permutations(brought))
                 raise ValueError(f"{group.name}: rank {group.ranks[0]} came with {leads}, rank {rank} with {its}")
 
-    # --- what is said -------------------------------------------------------------------------------------------------
+    # --- reports and decisions ----------------------------------------------------------------------------------------
 
-    def _hear(self, word: _Word) -> _Header:
-        """On a rank that does not lead: say `word`, and hear the header. Raises what was refused."""
-        self._share.arrive(pickle.dumps(word))
-        header: _Header = pickle.loads(self._share.verdict(_refusal))
-        if header.error is not None:
-            raise header.as_exception()
-        return header
+    def _hear(self, report: RankReport) -> Decision:
+        """Report, and wait for the decision, on a rank that does not lead. Raises a refusal."""
+        self._share.arrive(pickle.dumps(report))
+        decision: Decision = pickle.loads(self._share.verdict(_refusal))
+        if decision.error is not None:
+            raise decision.as_exception()
+        return decision
 
-    def _tell(self, word: _Word, judge: Callable[[list[_Word]], tuple[_Header, T]]) -> tuple[_Header, T]:
-        """On the leader: make a header of all words and tell it, if all other leaders have one too.
+    def _tell(self, report: RankReport, judge: Callable[[list[RankReport]], tuple[Decision, T]]) -> tuple[Decision, T]:
+        """Decide from the reports of all ranks, on the leader, and tell them once all other leaders agree.
 
-        Raises what `judge` raises, and what other leaders or the ranks of the share refuse.
+        Raises the errors of `judge`, and the refusals of other leaders or of ranks of the share.
         """
-        self._share.arrive(pickle.dumps(word))
+        self._share.arrive(pickle.dumps(report))
         error: Exception | None = None
         try:
-            header, made = judge([pickle.loads(said) for said in self._share.words()])
+            decision, made = judge([pickle.loads(said) for said in self._share.words()])
         except Exception as refused:  # noqa: BLE001 - whatever it is: the others wait, and must hear of it
-            error, header = refused, _Header.of(refused)
-        told = self._settle(header)
+            error, decision = refused, Decision.refusal(refused)
+        told = self._settle(decision)
         if told.error is not None:
-            its_own = told == header and isinstance(error, (ValueError, MissingRanks))
+            its_own = told == decision and isinstance(error, (ValueError, MissingRanks))
             raise error if its_own and error is not None else told.as_exception() from error
         return told, made
 
-    def _settle(self, header: _Header) -> _Header:
-        """What all ranks of this share are told: the header, or a refusal of theirs, or of another leader.
+    def _settle(self, decision: Decision) -> Decision:
+        """The decision that holds for the share: this one, or a refusal by one of its ranks or by another leader.
 
-        The other leaders hear of a header only when the ranks of this share can refuse it no more.
+        The other leaders hear of a decision only once the ranks of this share can no longer refuse it.
         """
-        if self._leaders is None:
-            header = replace(header, closing=header.object_bytes > 0)
-        else:
+        if self._leaders is not None:
             refused = self._share.claim()
             if refused is not None:
-                header = pickle.loads(refused)
-            header = self._agree(header, self._leaders)
-        told: _Header = pickle.loads(self._share.decide(pickle.dumps(header)))
+                decision = pickle.loads(refused)
+            decision = self._agree(decision, self._leaders)
+        told: Decision = pickle.loads(self._share.decide(pickle.dumps(decision)))
         return told
 
     @staticmethod
-    def _agree(header: _Header, leaders: RollCall) -> _Header:
-        """This leader's header, or the refusal of another leader."""
-        leaders.arrive(pickle.dumps(replace(header, specs=())))
+    def _agree(decision: Decision, leaders: RollCall) -> Decision:
+        """This leader's decision, or the refusal of another leader."""
+        leaders.arrive(pickle.dumps(replace(decision, specs=(), lacking=b"")))
         if leaders.decides:
             try:
-                told = [pickle.loads(word) for word in leaders.words()]
-                refusals = (_Header.of_share(dp, other) for dp, other in enumerate(told) if other.error)
-                verdict = next(refusals, _Header(closing=any(other.object_bytes for other in told)))
+                decisions = [pickle.loads(said) for said in leaders.words()]
+                refusals = (Decision.refusal_of_share(dp, other) for dp, other in enumerate(decisions) if other.error)
+                joint = next(refusals, Decision(closing=any(other.closing for other in decisions)))
             except MissingRanks as missing:
-                verdict = _Header.of(missing)
-            verdict = pickle.loads(leaders.decide(pickle.dumps(verdict)))
+                joint = Decision.refusal(missing)
+            joint = pickle.loads(leaders.decide(pickle.dumps(joint)))
         else:
-            verdict = pickle.loads(leaders.verdict(_refusal))
-        if header.error is not None or verdict.error is None:
-            return replace(header, closing=verdict.closing)
-        return verdict
+            joint = pickle.loads(leaders.verdict(_refusal))
+        if decision.error is not None or joint.error is None:
+            return replace(decision, closing=joint.closing)
+        return joint
 
     # --- bytes --------------------------------------------------------------------------------------------------------
 
@@ -330,12 +270,8 @@ class BatchDelivery:
         return flat
 
 
-def _equal_at(name: str, ours: _Word, theirs: _Word) -> bool:
-    return ours.meta.get(name) == theirs.meta.get(name)
-
-
 def _refusal(missing: MissingRanks) -> bytes:
-    return pickle.dumps(_Header.of(missing))
+    return pickle.dumps(Decision.refusal(missing))
 
 
 def _wanted(batch: DataProto, keys: Sequence[str] | None) -> DataProto:
@@ -352,6 +288,6 @@ def _pickled(batch: DataProto) -> bytes:
 
 
 def _with_rows(
-    batch: DataProto, tensors: Mapping[str, Tensor], objects: Mapping[str, np.ndarray], num_rows: int
+    batch: DataProto, tensors: Mapping[str, Tensor], objects: dict[str, np.ndarray], num_rows: int
 ) -> DataProto:
     return replace(batch, batch=tensor_dict(tensors, num_rows), non_tensor_batch=objects)

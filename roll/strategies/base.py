@@ -93,6 +93,14 @@ class InferenceStrategy(ABC):
         """Both at once, for the price of one pass over the vocabulary."""
 
     @abstractmethod
+    def op_compute_row_logits(self, output: ModelOutput) -> Tensor:
+        """Logits at temperature 1 of all tokens at their rows: `[b, S, V]`, zero on padding.
+
+        Where the vocabulary is split over tp, a rank has its part: `[b, S, V/tp]`. This is the largest tensor of a
+        micro-batch; the other `op_compute_*` never make it as a whole.
+        """
+
+    @abstractmethod
     def op_compute_values(self, output: ModelOutput, attention_mask: Tensor) -> Tensor:
         """Values of a model with a value head: `[b, S-1]`, at index t that of the state before token t+1."""
 

@@ -158,6 +158,10 @@ class HfStrategy(TrainStrategy):
         entropy = -(log_softmax.exp() * log_softmax).sum(dim=-1)
         return output.where_wanted(log_probs, attention_mask), output.where_wanted(entropy, attention_mask)
 
+    def op_compute_row_logits(self, output: ModelOutput) -> Tensor:
+        assert isinstance(output, PaddedOutput)
+        return torch.where(output.mask.unsqueeze(-1), output.tensor, 0.0)
+
     def op_compute_values(self, output: ModelOutput, attention_mask: Tensor) -> Tensor:
         assert isinstance(output, PaddedOutput)
         return output.where_wanted(output.tensor[:, :-1], attention_mask)

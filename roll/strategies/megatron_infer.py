@@ -276,9 +276,13 @@ class MegatronInferStrategy(InferenceStrategy):
         All ranks that share the batch get all of it, so all compute the same loss; in backward each follows its own
         tokens, and the sum of the ranks' gradients is that of the loss.
         """
-        whole = output.held.in_order(gather_sequence(own, self.state.cp), dim=1)[0]
+        whole = self._of_all_tokens(own, output)
         wanted = attention_mask[:, 1:].bool()
         return [torch.where(wanted, output.rows.unpack_next(kind), 0.0) for kind in whole.unbind(-1)]
+
+    def _of_all_tokens(self, own: Tensor, output: PackedOutput) -> Tensor:
+        """`[1, T/n, ...]` of this rank's tokens to `[T, ...]` of all tokens of the packed row."""
+        return output.held.in_order(gather_sequence(own, self.state.cp), dim=1)[0]
 
     def op_compute_logits(self, output: ModelOutput) -> Tensor:
         """Logits of the packed row at temperature 1, for loss functions that need more than log-probs.
@@ -292,6 +296,15 @@ class MegatronInferStrategy(InferenceStrategy):
         """
         logits: Tensor = self.gpt.head.logits(output.tensor, parallel_output=self.settings.parallel.parallel_output)
         return logits
+
+    def op_compute_row_logits(self, output: ModelOutput) -> Tensor:
+        """Logits of all tokens at their rows: `op_compute_logits` unpacked, on all ranks that share the batch.
+
+        Returns:
+            `[b, S, V/tp]`, with the vocabulary as `op_compute_logits` has it.
+        """
+        assert isinstance(output, PackedOutput)
+        return output.rows.unpack(self._of_all_tokens(self.op_compute_logits(output), output))
 
     def op_compute_values(self, output: ModelOutput, attention_mask: Tensor) -> Tensor:
         assert isinstance(output, PackedOutput)

@@ -135,6 +135,42 @@ def world_of_its_own() -> tuple[list[int], bool]:
     return sizes, dist.is_initialized()
 
 
+def blocks_in_a_row(agent: bool) -> list[tuple[int, bool]]:
+    """Under a launcher's environment, the sum of the ranks in each of three blocks, and whether each one is left.
+
+    Args:
+        agent: whether the store is the launcher's, as torchrun's is, or rank 0's own.
+    """
+    free = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if dist.get_rank() == 0 else None
+    port = [None if free is None else free.port]
+    dist.broadcast_object_list(port)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if not agent:
+        free = None  # Rank 0 will bind the port itself.
+    dist.barrier()
+    dist.destroy_process_group()
+    launched = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port[0]),
+        "TORCHELASTIC_USE_AGENT_STORE": str(agent),
+    }
+    seen = []
+    with patch.dict(os.environ, launched):
+        for layout in ({"tp": 2}, {"pp": 2}, {}):
+            with parallel_groups(ParallelSettings(**layout), timeout_s=30) as state:
+                total = torch.tensor([state.rank])
+                dist.all_reduce(total)
+            seen.append((int(total), dist.is_initialized()))
+    return seen
+
+
+@pytest.mark.parametrize("agent", [True, False])
+def test_blocks_in_one_process_make_groups_anew(ranks: RankPool, agent: bool) -> None:
+    assert ranks.run(blocks_in_a_row, agent, world_size=2) == [[(1, False)] * 3] * 2
+
+
 @pytest.mark.parametrize(("world_size", "layout", "order"), CASES)
 def test_groups_have_the_members_that_the_arithmetic_says(
     ranks: RankPool, world_size: int, layout: dict[str, Any], order: str

@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 from torch.distributed import HashStore
 
-from roll.protocol import BatchDelivery, DataProto, LossNormalizers, MissingRanks, RollCall
+from roll.protocol import BatchDelivery, DataProto, LossNormalizers, MicroBatchPlan, MissingRanks, RollCall
 
 CPU = torch.device("cpu")
 
@@ -73,8 +73,6 @@ BROUGHT: dict[str, tuple[Callable[[], Any], str]] = {
     "flag": (by_hand(lambda b: b.meta_info.update(_broadcast_non_tensor_batch=1)), "must be True or False, got 1"),
     "none": (lambda: None, "a DataProto is delivered, got NoneType"),
     "dict": (lambda: {"ids": torch.ones(2, 3)}, "a DataProto is delivered, got dict"),
-    "other meta": (lambda: batch_of(step=2), "has another meta_info step"),
-    "normalizers": (lambda: batch_of().with_normalizers(LossNormalizers(5, 2)), "has another normalizers"),
     "other objects": (lambda: batch_of().rename("text", "words"), "came with"),
 }
 
@@ -85,6 +83,57 @@ def test_what_one_rank_brings_is_refused_to_all(name: str, bad: int) -> None:
     bring, message = BROUGHT[name]
     for heard in deliver_on_four(lambda rank: bring() if rank == bad else batch_of()):
         assert isinstance(heard, ValueError) and message in str(heard), heard
+
+
+PLANS = [MicroBatchPlan(rows=(rows, (2, 3)), shares=(((0, 1),), ((0, 1),))) for rows in ((0, 1), (1, 0))]
+ENTRIES: dict[str, tuple[Callable[[int], DataProto], str]] = {
+    # Of each entry two values, and its name in messages.
+    "meta": (lambda value: batch_of(step=value), "meta_info step"),
+    "flag": (lambda value: batch_of(_broadcast_non_tensor_batch=value == 1), "meta_info _broadcast_non_tensor_batch"),
+    "normalizers": (lambda value: batch_of().with_normalizers(LossNormalizers(5, value)), "normalizers"),
+    "plan": (lambda value: batch_of().with_plan(PLANS[value - 1]), "micro-batch plan"),
+}
+
+
+def entries_of(batch: DataProto) -> tuple[Any, ...]:
+    return batch.meta_info, batch.plan, batch.normalizers
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_an_entry_is_the_leaders_or_is_refused_by_name(name: str) -> None:
+    bring, called = ENTRIES[name]
+    for heard in deliver_on_four(lambda rank: bring(1 if rank == 3 else 2)):
+        assert isinstance(heard, ValueError)
+        assert f"the batch of rank 3 has another {called} than the leader's" in str(heard)
+    for heard in deliver_on_four(lambda rank: bring(1) if rank == 3 else batch_of()):
+        assert isinstance(heard, ValueError) and f"the batch of rank 3 has {called}, the leader's has none" in str(
+            heard
+        )
+    # Ranks 1 and 3 come without, and are given their own leader's; which is no business of the other share's.
+    for rank, heard in enumerate(deliver_on_four(lambda rank: batch_of() if rank % 2 else bring(1 + rank // 2))):
+        assert entries_of(heard) == entries_of(bring(1 + rank // 2)), heard
+
+
+class OnlyHere:
+    """A value that can be pickled and not unpickled, as one of a class that other ranks cannot import."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OnlyHere:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("no number",)
+
+
+def test_meta_information_that_a_rank_cannot_unpickle_is_heard_by_all() -> None:
+    # Rank 2 leads the share where nothing is wrong.
+    for heard in deliver_on_four(lambda rank: batch_of(**({"made": OnlyHere()} if rank == 0 else {}))):
+        assert isinstance(heard, ValueError)
+        assert "rank 1: meta_info cannot be unpickled: invalid literal for int()" in str(heard)
+
+
+def test_the_leaders_metrics_are_not_given_to_others() -> None:
+    for rank, heard in enumerate(deliver_on_four(lambda rank: batch_of(**({} if rank % 2 else {"metrics": {"a": 1}})))):
+        assert ("metrics" in heard.meta_info) == (rank % 2 == 0)
 
 
 def test_memory_that_a_leader_lacks_is_heard_by_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from tensordict import TensorDict
 import roll.protocol
 from roll.platform import get_platform
 from roll.protocol import DataProto, DataProtoFuture, collate_fn, pad_dataproto_to_divisor, unpad_dataproto
-from roll.protocol.batch_data import tensor_dict
+from roll.protocol.tensors import tensor_dict
 from tests.protocol.batches import NORMALIZERS, batch_of
 
 

@@ -93,16 +93,31 @@ def token_results(strategy: Any, data: DataProto, output: Any) -> dict[str, Tens
 
 
 def all_logits(strategy: MegatronInferStrategy, data: DataProto, output: Any) -> dict[str, Tensor]:
-    """Whole logits at their rows, zero on padding."""
-    logits = strategy.op_compute_logits(output)[0]
-    for group, dim in ((strategy.state.tp, 1), (strategy.state.cp, 0)):
-        parts = [torch.empty_like(logits) for _ in range(group.size())]
-        dist.all_gather(parts, logits.contiguous(), group=group)
-        logits = torch.cat(parts, dim=dim)
-    packed = output.held.in_order(logits, dim=0)[output.rows.places]
-    rows = packed.new_zeros(*data["input_ids"].shape, packed.shape[-1])
-    rows[output.rows.mask] = packed
-    return {"logits": rows}
+    """Logits at their rows, the vocabulary gathered over the tensor-parallel ranks."""
+    logits = strategy.op_compute_row_logits(output)
+    assert logits.shape == (*data["input_ids"].shape, strategy.model_config.vocab_size // strategy.state.tp.size())
+    parts = [torch.empty_like(logits) for _ in range(strategy.state.tp.size())]
+    dist.all_gather(parts, logits.contiguous(), group=strategy.state.tp)
+    return {"logits": torch.cat(parts, dim=-1)}
+
+
+def squared_logits(strategy: Any, data: DataProto, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss of logits at their rows, in which each row and column counts differently.
+
+    A rank computes it over its part of the vocabulary. The gradients, summed over the ranks, are those of the whole.
+    """
+    logits = strategy.op_compute_row_logits(output)[:, :-1]
+    return (logits.square() * data["weights"].unsqueeze(-1)).sum() / data.normalizers.tokens, {}
+
+
+def gradients_of_logits(folder: Path, layout: dict[str, Any]) -> dict[str, Tensor]:
+    config = settings(folder, **layout)
+    with parallel_groups(config.parallel) as state:
+        strategy = MegatronTrainStrategy(config, state)
+        strategy.initialize()
+        batch = share_of(make_batch(), state.at.dp, state.degrees.dp)
+        strategy.train_step(batch if state.is_leader else DataProto(), partial(squared_logits, strategy))
+        return merge_stages(dict(strategy.gradients()))
 
 
 def run_layout(folder: Path, layout: dict[str, Any], head: str) -> dict[str, Any]:
@@ -163,6 +178,8 @@ def _reference(folder: Path, head: str) -> dict[str, Any]:
         results = strategy.forward_step(batch, partial(token_results, strategy))
         logits = strategy.forward_step(batch, lambda data, output: {"logits": output.tensor})["logits"]
         results["logits"] = torch.where(batch["attention_mask"].bool().unsqueeze(-1), logits, 0.0)
+        rows = strategy.forward_step(batch, lambda data, output: {"logits": strategy.op_compute_row_logits(output)})
+        assert torch.equal(rows["logits"], results["logits"])
         metrics = strategy.train_step(batch, partial(weighted_nll, strategy))
     else:
         _set_value_head(strategy)
@@ -192,6 +209,31 @@ def test_results_and_gradients_are_those_of_one_process(
         assert outcome["gradients"].keys() == expected["gradients"].keys()
         for name, gradient in expected["gradients"].items():
             error = (outcome["gradients"][name] - gradient).abs().max() / gradient.abs().max()
+            assert error <= 1e-5, f"{name}: relative error {error:.2e}"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        (2, {"tp": 2}),
+        (2, {"mode": "fsp", "tp": 2}),
+        (2, {"mode": "isp", "sp": 2, "wp": 2}),
+        (2, {"cp": 2, "cp_comm": "ring"}),
+        (4, {"mode": "msp", "tp": 2, "pp": 2}),
+    ],
+    ids=name_of,
+)
+def test_a_loss_of_row_logits_has_the_gradients_of_one_process(
+    ranks: RankPool, folder: Path, world_size: int, layout: dict[str, Any]
+) -> None:
+    strategy = HfStrategy(settings(folder, "hf"))
+    strategy.initialize()
+    strategy.train_step(make_batch(), partial(squared_logits, strategy))
+    expected = dict(strategy.gradients())
+    for gradients in ranks.run(gradients_of_logits, folder, layout, world_size=world_size):
+        assert gradients.keys() == expected.keys()
+        for name, gradient in expected.items():
+            error = (gradients[name] - gradient).abs().max() / gradient.abs().max()
             assert error <= 1e-5, f"{name}: relative error {error:.2e}"
 
 

@@ -8,9 +8,11 @@ The layout of the document on `get_data_input`: dp 2, pp 2, tp 2 under `tp-cp-ep
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,10 +21,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from roll.config import ParallelSettings
+from roll.config import ModelConfig, ParallelSettings, StrategySettings
 from roll.parallel.degrees import ParallelDegrees
-from roll.parallel.state import ParallelState
+from roll.parallel.state import ParallelState, parallel_groups
 from roll.protocol import DataProto, MicroBatchPlan, MissingRanks, delivery
+from roll.strategies import MegatronInferStrategy
 from roll.strategies.data_input import batch_delivery
 from tests.rank_pool import RankPool
 
@@ -108,32 +111,169 @@ def test_every_rank_has_the_batch_of_its_leader(ranks: RankPool) -> None:
                     assert results[rank][name, flag] == of_rank, (name, flag, rank)
 
 
-def groups_that_bytes_cross() -> list[list[int]]:
-    crossed = []
+# The document's example: what each rank is, the ranks of its two levels, and what the last stage makes of it.
+TABLE = {
+    # rank: (dp, pp, tp), tensor x context group of its stage, pipeline group
+    0: ((0, 0, 0), [0, 1], [0, 2]),
+    1: ((0, 0, 1), [0, 1], [1, 3]),
+    2: ((0, 1, 0), [2, 3], [0, 2]),
+    3: ((0, 1, 1), [2, 3], [1, 3]),
+    4: ((1, 0, 0), [4, 5], [4, 6]),
+    5: ((1, 0, 1), [4, 5], [5, 7]),
+    6: ((1, 1, 0), [6, 7], [4, 6]),
+    7: ((1, 1, 1), [6, 7], [5, 7]),
+}
+# With cp in place of tp, in the default order: Megatron-Core has no context parallelism in pipelines of neighbours.
+TABLE_OF_CP = {
+    # rank: (dp, pp, cp), tensor x context group of its stage, pipeline group
+    0: ((0, 0, 0), [0, 1], [0, 4]),
+    1: ((0, 0, 1), [0, 1], [1, 5]),
+    2: ((1, 0, 0), [2, 3], [2, 6]),
+    3: ((1, 0, 1), [2, 3], [3, 7]),
+    4: ((0, 1, 0), [4, 5], [0, 4]),
+    5: ((0, 1, 1), [4, 5], [1, 5]),
+    6: ((1, 1, 0), [6, 7], [2, 6]),
+    7: ((1, 1, 1), [6, 7], [3, 7]),
+}
+DOCUMENT_META = {"global_step": 100, "micro_batch_size": 4}
+DOCUMENT_MODEL = ModelConfig(
+    vocab_size=64,
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    max_position_embeddings=2048,
+)
+NOT_RECEIVED = 255  # no byte of ids below 64 and masks
+
+
+def document_batch(dp: int, flag: bool | None) -> DataProto:
+    """`[16, 2048]` ids and mask of a share, by the document's constructor. With `flag` None the key is absent."""
+    ids = torch.randint(0, 64, (16, 2048), generator=torch.Generator().manual_seed(dp))
+    return DataProto(
+        batch={"input_ids": ids, "attention_mask": torch.ones(16, 2048, dtype=torch.long)},
+        non_tensor_batch={"answer": [f"{dp}: {row}" for row in range(16)]},
+        meta_info=DOCUMENT_META | ({} if flag is None else {"_broadcast_non_tensor_batch": flag}),
+    )
+
+
+@contextmanager
+def levels_noted(noted: list[tuple[list[int], bool, torch.Tensor]]) -> Iterator[None]:
+    """Notes of each level of this rank: the group, whether the bytes are there before, and the bytes after."""
     send = delivery.broadcast_bytes
 
-    def noting(flat: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-        crossed.append(dist.get_process_group_ranks(group))
+    def noting(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
+        if not noted:
+            flat.fill_(NOT_RECEIVED) if group.rank() else None
+        before = bool((flat != NOT_RECEIVED).any())
         send(flat, group)
+        noted.append((dist.get_process_group_ranks(group), before, flat.clone()))
 
-    with groups_of(DOCUMENT) as state, pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(delivery, "broadcast_bytes", noting)
-        batch = batch_of(state.rank)
-        batch_delivery(state, device=CPU).deliver(batch if state.is_leader else batch.stub(), non_tensor=True)
-    return crossed
+        yield
 
 
-def test_first_over_the_stage_then_along_the_pipelines(ranks: RankPool) -> None:
-    assert ranks.run(groups_that_bytes_cross, world_size=8, timeout=240) == [
-        [[0, 1], [0, 2]],
-        [[0, 1], [1, 3]],
-        [[0, 2]],
-        [[1, 3]],
-        [[4, 5], [4, 6]],
-        [[4, 5], [5, 7]],
-        [[4, 6]],
-        [[5, 7]],
+def documents_example(folder: Path, layout: dict[str, Any], run_model: bool) -> dict[str, Any]:
+    """The document's example on this rank: leaders bring rows, the other six `DataProto()`."""
+    settings = StrategySettings(
+        name="megatron_infer", model_path=folder, init="random", parallel=ParallelSettings(**layout)
+    )
+    seen: dict[str, Any] = {}
+    with parallel_groups(settings.parallel) as state:
+        at, groups = state.at, (state.tp_cp, state.pp)
+        seen["place"] = ((at.dp, at.pp, at.cp or at.tp), *map(dist.get_process_group_ranks, groups))
+        strategy = MegatronInferStrategy(settings, state)
+        for flag in (None, False, True):
+            noted: list[tuple[list[int], bool, torch.Tensor]] = []
+            whole = document_batch(at.dp, flag)
+            with levels_noted(noted):
+                received = strategy.get_data_input(whole if state.is_leader else DataProto())
+            sent = torch.cat([whole["input_ids"], whole["attention_mask"]]).view(torch.uint8).flatten()
+            levels = []
+            for group, before, after in noted:
+                ids, _ = after[: len(sent)].view(torch.int64).view(2, 16, 2048)
+                levels.append((group, before, list(ids.shape), torch.equal(after[: len(sent)], sent)))
+            seen[str(flag)] = levels, report(received)
+        if run_model:
+            strategy.initialize()
+            batch = document_batch(at.dp, None) if state.is_leader else DataProto()
+            seen["micro-batches"] = []
+
+            def shapes(data: DataProto, output: Any) -> dict[str, torch.Tensor]:
+                logits = strategy.op_compute_row_logits(output)
+                seen["micro-batches"].append((list(data["input_ids"].shape), list(logits.shape)))
+                return {"row": data["input_ids"][:, :1]}
+
+            results = strategy.forward_step(batch, shapes)
+            first_ids = document_batch(at.dp, None)["input_ids"][:, :1]
+            seen["results"] = None if results is None else torch.equal(results["row"], first_ids)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("layout", "table"), [(DOCUMENT, TABLE), ({"cp": 2, "pp": 2}, TABLE_OF_CP)], ids=["document", "cp for tp"]
+)
+def test_the_documents_example(
+    ranks: RankPool, tmp_path: Path, layout: dict[str, Any], table: dict[int, tuple[Any, list[int], list[int]]]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DOCUMENT_MODEL.to_hf_dict()))
+    results = ranks.run(documents_example, tmp_path, layout, "tp" in layout, world_size=8, timeout=240)
+    for rank, seen in enumerate(results):
+        (dp, pp, part), stage, pipeline = table[rank]
+        assert seen["place"] == table[rank]
+        has, has_not = ([16, 2048], True), False
+        # Level 1 is the first stage's alone; on level 2 its ranks have the rows, later stages get them.
+        first = [(stage, part == 0, *has)] if pp == 0 else []
+        for flag in (None, False, True):
+            levels, received = seen[str(flag)]
+            assert levels == [*first, (pipeline, pp == 0 or has_not, *has)], (rank, flag)
+            expected = report(document_batch(dp, flag))
+            if not flag and (pp, part) != (0, 0):
+                expected["objects"] = {}  # The leader keeps its own.
+            assert received == expected, (rank, flag)
+        if "tp" in layout:
+            last = pp == 1
+            # 16 rows in micro-batches of 4, vocab 64 / tp 2.
+            assert seen["micro-batches"] == ([([4, 2048], [4, 2048, 32])] * 4 if last else [])
+            assert seen["results"] is (True if last and part == 0 else None)
+
+
+FLAG = "_broadcast_non_tensor_batch"
+
+
+def entries_of_followers(folder: Path) -> list[str]:
+    """What is heard of entries of meta_info that only a follower brings, or with another value."""
+    settings = StrategySettings(
+        name="megatron_infer", model_path=folder, init="random", parallel=ParallelSettings(**DOCUMENT)
+    )
+    brought: list[tuple[int, dict[str, Any], bool | None]] = [
+        (5, {"global_step": 99}, None),
+        (3, {FLAG: True}, False),
+        (2, {FLAG: True}, None),
     ]
+    heard = []
+    with parallel_groups(settings.parallel) as state:
+        strategy = MegatronInferStrategy(settings, state)
+        for rank, meta, flag in brought:
+            batch = DataProto(meta_info=meta) if state.rank == rank else DataProto()
+            with pytest.raises(ValueError, match="meta_info") as refused:
+                strategy.get_data_input(document_batch(state.at.dp, flag) if state.is_leader else batch)
+            heard.append(str(refused.value))
+        same = DataProto(meta_info={"global_step": 100, FLAG: True})
+        received = strategy.get_data_input(document_batch(state.at.dp, True) if state.is_leader else same)
+        heard.append(str(received.meta_info == DOCUMENT_META | {FLAG: True} and len(received.non_tensor_batch) == 1))
+    return heard
+
+
+def test_an_entry_of_a_follower_is_the_leaders_or_is_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DOCUMENT_MODEL.to_hf_dict()))
+    for heard in ranks.run(entries_of_followers, tmp_path, world_size=8, timeout=240):
+        assert "the batch of rank 5 has another meta_info global_step than the leader's" in heard[0]
+        assert f"the batch of rank 3 has another meta_info {FLAG} than the leader's" in heard[1]
+        assert f"the batch of rank 2 has meta_info {FLAG}, the leader's has none" in heard[2]
+        assert heard[3] == "True"
 
 
 def refuse_number_three(batch: DataProto) -> None:
