@@ -21,6 +21,7 @@ from tensordict import TensorDict
 from roll.protocol import DataProto, collate_fn, pad_dataproto_to_divisor, unpad_dataproto
 
 SAME = "the same"
+FOURS = [[0, 1, 2, 3], (4, 5, 6, 7), np.arange(8, 12)]
 
 
 def sample() -> DataProto:
@@ -136,10 +137,15 @@ CALLS = [
     Call("... labels", lambda d: "".join(d.unfold_column_chunks(2, split_keys=["obs"])["labels"]), "aabbcc"),
     Call(
         "... of objects",
-        lambda d: list(d.update({"labels": [[0, 1], [2, 3], [4, 5]]}).unfold_column_chunks(2, ["labels"])["labels"]),
-        [[i] for i in range(6)],
+        lambda d: list(map(list, d.update({"labels": FOURS}).unfold_column_chunks(2, ["labels"])["labels"])),
+        [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]],
     ),
     Call("... without names", lambda d: letters(d.unfold_column_chunks(2)), "aabbcc"),
+    Call(
+        "... of three columns each",
+        lambda d: d.update({"obs": torch.arange(18).view(3, 6)}).unfold_column_chunks(2, "obs")["obs"].tolist(),
+        [[3 * i, 3 * i + 1, 3 * i + 2] for i in range(6)],
+    ),
     # making one
     Call("len", len, 3),
     Call(

@@ -116,7 +116,7 @@ def test_global_keys_list_the_values_of_all_pieces() -> None:
         reference.set_result(piece)
     keys = {"lr", "sizes", "seen"}
     assert DataProto.materialize_concat(references, global_keys=keys).meta_info == meta
-    nested = DataProtoFuture.concat([DataProtoFuture.concat(references[:1]), references[1]])
+    nested = DataProtoFuture.concat([DataProtoFuture.concat(references)])
     assert nested.get(global_keys=keys).meta_info == meta
 
 
