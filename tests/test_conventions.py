@@ -25,6 +25,8 @@ MAY_CATCH_EVERYTHING: dict[str, str] = {
     "roll/data/tasks.py": "the user's reward function",
     "roll/protocol/broadcast.py": "whatever keeps an object from being pickled, for the ranks that wait for it",
     "roll/protocol/delivery.py": "whatever keeps a leader from sending, for the ranks that wait for it",
+    "roll/protocol/delivery_messages.py": "whatever is wrong with a batch, for the ranks that wait for it",
+    "roll/protocol/equality.py": "the `==` of a user's class, whatever it raises, for the name of the field",
     "roll/workers/worker.py": "a role's method, whose traceback goes to the driver",
 }
 

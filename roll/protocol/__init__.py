@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from roll.protocol.adapters import from_tensordict, from_verl, to_tensordict, to_verl
-    from roll.protocol.broadcast import broadcast_obj, broadcast_tensors
+    from roll.protocol.broadcast import broadcast_obj
     from roll.protocol.data_proto import DataProto
     from roll.protocol.delivery import BatchDelivery
     from roll.protocol.fields import check_model_batch
@@ -29,7 +29,6 @@ __all__ = [
     "MissingRanks",
     "RollCall",
     "broadcast_obj",
-    "broadcast_tensors",
     "check_model_batch",
     "collate_fn",
     "count_loss_tokens",
@@ -50,7 +49,6 @@ _MODULES = {
     "MissingRanks": "roll_call",
     "RollCall": "roll_call",
     "broadcast_obj": "broadcast",
-    "broadcast_tensors": "broadcast",
     "check_model_batch": "fields",
     "collate_fn": "functions",
     "count_loss_tokens": "normalizers",

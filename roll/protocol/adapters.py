@@ -15,6 +15,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from roll.protocol import joining
 from roll.protocol.data_proto import DataProto
+from roll.protocol.tensors import tensor_dict
 
 BatchT = TypeVar("BatchT")
 
@@ -30,8 +31,8 @@ class BatchLike(Protocol):
 def from_verl(other: BatchLike) -> DataProto:
     """The same batch as ours; `other` is verl's DataProto, or looks like it.
 
-    Arrays of numbers become object arrays, arrays [B, n, ...] one array for each row. Metrics, a dict or a list of
-    dicts there, become lists of values.
+    Arrays of numbers become object arrays, arrays [B, n, ...] one array for each row. Metrics
+    become lists of values.
 
     Raises ValueError for what is no batch here: nested (jagged) tensors, fields of different lengths.
     """
@@ -39,18 +40,14 @@ def from_verl(other: BatchLike) -> DataProto:
     if missing:
         raise ValueError(f"a {type(other).__name__} is not like verl's DataProto: it has no {', '.join(missing)}")
     meta = dict(other.meta_info or {})
-    measured = meta.get(joining.METRICS)
-    if isinstance(measured, list | tuple):
-        meta[joining.METRICS] = joining.concat_metrics([joining.listed_metrics(one) for one in measured])
-    elif measured is None:
-        meta.pop(joining.METRICS, None)
     tensors = None if other.batch is None else dict(other.batch.items())
     objects = dict(other.non_tensor_batch or {})
     if tensors is None:
         return DataProto(None, objects, meta)
     if not tensors:  # rows without a tensor: their number is all that there is
-        return DataProto(TensorDict({}, batch_size=other.batch.batch_size), objects, meta)
-    return DataProto.from_dict(tensors, objects, meta)
+        return DataProto(TensorDict({}, batch_size=other.batch.batch_size, device=other.batch.device), objects, meta)
+    made = DataProto.from_dict(tensors, objects, meta)
+    return replace(made, batch=tensor_dict(tensors, len(made), other.batch.device))
 
 
 def to_verl(data: DataProto, make: Callable[..., BatchT]) -> BatchT:
@@ -74,7 +71,7 @@ def to_tensordict(data: DataProto) -> TensorDict:
     entries: dict[str, Any] = dict(data.tensors)
     entries |= {name: _stack(values) for name, values in data.non_tensor_batch.items()}
     entries |= {name: NonTensorData(value, batch_size=size) for name, value in meta.items()}
-    return TensorDict(entries, batch_size=size)
+    return TensorDict(entries, batch_size=size, device=None if data.batch is None else data.batch.device)
 
 
 def from_tensordict(batch: TensorDict, meta_info: Mapping[str, Any] | None = None) -> DataProto:
@@ -102,7 +99,7 @@ def from_tensordict(batch: TensorDict, meta_info: Mapping[str, Any] | None = Non
         else:
             tensors[name] = value
     both = joining.merged(meta, meta_info or {}, "meta_info")
-    return DataProto(TensorDict(tensors, batch_size=batch.batch_size), objects, both)
+    return DataProto(TensorDict(tensors, batch_size=batch.batch_size, device=batch.device), objects, both)
 
 
 @dataclass(frozen=True)

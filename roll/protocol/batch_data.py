@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, SupportsIndex, cast
 
 import numpy as np
@@ -16,9 +15,12 @@ from roll.protocol import display, joining, storage
 from roll.protocol.normalizers import LossNormalizers
 from roll.protocol.plan import MicroBatchPlan
 from roll.protocol.rows import object_array
+from roll.protocol.tensors import check_tensor, own_tensors, tensor_dict
 
 BROADCAST_NON_TENSOR = "_broadcast_non_tensor_batch"
 """The documented key of meta_info that `broadcast_non_tensor` reads."""
+AUTO_PADDING = "_verl_auto_padding"
+"""The key of meta_info that `is_padding_enabled` reads; verl's, so that its batches bring it along."""
 MICRO_BATCH_SIZE = "micro_batch_size"
 """The documented key of meta_info that `micro_batch_size` reads."""
 
@@ -33,6 +35,8 @@ class BatchData:
         meta_info: entries that hold for all rows.
         plan: the micro-batch plan.
         normalizers: the denominators of a step's loss.
+
+    The device of `batch`, if it has one, is kept by every method; `to` sets it.
 
     Raises ValueError when fields have different numbers of rows, a name stands for a tensor and an object field, a
     value is not a tensor or one entry per row, or the plan is for another number of rows.
@@ -70,19 +74,58 @@ class BatchData:
     def __post_init__(self) -> None:
         """Take own copies and check them. Apart from `__init__` for the sake of subclasses that are dataclasses."""
         objects = {name: object_array(values, name) for name, values in (self.non_tensor_batch or {}).items()}
-        tensors = None if self.batch is None else _own_tensors(self.batch, objects)
+        tensors = None if self.batch is None else own_tensors(self.batch, objects)
         vars(self).update(batch=tensors, non_tensor_batch=objects, meta_info=joining.own_meta(self.meta_info or {}))
         self.check_consistency()
 
     @classmethod
-    def _of_checked(
-        cls, batch: TensorDict | None, non_tensor_batch: Mapping[str, np.ndarray], meta_info: dict[str, Any]
+    def from_dict(
+        cls,
+        tensors: Mapping[str, Tensor] | None = None,
+        non_tensors: Mapping[str, Sequence[Any] | np.ndarray] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+        num_batch_dims: int = 1,
+        auto_padding: bool = False,
     ) -> Self:
-        """From parts that are its own and fit together, as rows of a batch do: checking them again costs more."""
-        made = object.__new__(cls)
-        vars(made).update(
-            batch=batch, non_tensor_batch=non_tensor_batch, meta_info=meta_info, plan=None, normalizers=None
-        )
+        """A batch of these tensors [B, ...] and lists or arrays of length B.
+
+        With `auto_padding`, `is_padding_enabled` holds of it. Raises ValueError if `num_batch_dims` is not 1.
+        """
+        if num_batch_dims != 1:
+            raise ValueError(
+                f"num_batch_dims={num_batch_dims}: rows are one dimension; flatten(0, {num_batch_dims - 1})"
+            )
+        meta = {**(meta_info or {}), **({AUTO_PADDING: True} if auto_padding else {})}
+        return cls({} if tensors is None else dict(tensors.items()), non_tensors, meta)
+
+    @classmethod
+    def from_single_dict(
+        cls,
+        data: Mapping[str, Tensor | Sequence[Any] | np.ndarray],
+        meta_info: Mapping[str, Any] | None = None,
+        auto_padding: bool = False,
+    ) -> Self:
+        """A batch of these fields: tensors go to `batch`, lists and arrays to `non_tensor_batch`. See `to_dict`."""
+        tensors = {name: value for name, value in data.items() if isinstance(value, Tensor)}
+        objects = {name: value for name, value in data.items() if not isinstance(value, Tensor)}
+        return cls.from_dict(tensors, objects, meta_info, auto_padding=auto_padding)
+
+    def _like(
+        self,
+        tensors: Mapping[str, Tensor],
+        objects: Mapping[str, np.ndarray],
+        num_rows: int,
+        meta: dict[str, Any] | None = None,
+    ) -> Self:
+        """Other rows, with this meta_info or a copy of its own, and without plan and normalizers.
+
+        The parts are this batch's own and fit together, so they are not checked again, which would cost more.
+        """
+        made = object.__new__(type(self))
+        batch = None if self.batch is None else tensor_dict(tensors, num_rows, self.batch.device)
+        meta = joining.own_meta(self.meta_info) if meta is None else meta
+        own = {"batch": batch, "non_tensor_batch": objects, "meta_info": meta, "plan": None, "normalizers": None}
+        vars(made).update(vars(self) | own)
         return made
 
     def check_consistency(self) -> None:
@@ -108,7 +151,8 @@ class BatchData:
             shares = [len(rows) for rows in self.plan.rows]
             if count not in {self.plan.num_rows, *shares}:
                 raise ValueError(f"a plan of {self.plan.num_rows} rows, shares {shares}, on a batch of {count} rows")
-        _checked_flag(self.meta_info)
+        for key in (BROADCAST_NON_TENSOR, AUTO_PADDING):
+            _checked_flag(self.meta_info, key)
         _checked_micro_batch_size(self.meta_info)
 
     def _check_lengths(self) -> None:
@@ -133,6 +177,14 @@ class BatchData:
     def describe(self) -> str:
         """A table to print: dtype, shape, bytes and a summary of the values of each field."""
         return display.table(self)
+
+    def get_data_info(self) -> str:
+        """`describe`, under verl's name."""
+        return self.describe()
+
+    def print_size(self, prefix: str = "") -> None:
+        """Print the bytes of the tensors, and of the references to the objects, after `prefix`."""
+        print(display.sizes(self, prefix))  # noqa: T201 - verl's name for a method that prints
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -164,11 +216,19 @@ class BatchData:
         It is kept as `meta_info["_broadcast_non_tensor_batch"]`, the key that people know. Raises ValueError if that is
         neither True nor False.
         """
-        return _checked_flag(self.meta_info)
+        return _checked_flag(self.meta_info, BROADCAST_NON_TENSOR)
 
     def with_broadcast_non_tensor(self, wanted: bool = True) -> Self:
         """The same rows, with `broadcast_non_tensor` set. Raises ValueError if `wanted` is neither True nor False."""
         return replace(self, meta_info={**self.meta_info, BROADCAST_NON_TENSOR: wanted})
+
+    def is_padding_enabled(self) -> bool:
+        """Whether these rows are filled up for a worker method that splits them, where they do not divide.
+
+        It holds for methods that return a batch, from which the added rows are taken off again. It is set by
+        `from_dict(auto_padding=True)`.
+        """
+        return _checked_flag(self.meta_info, AUTO_PADDING)
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -182,13 +242,16 @@ class BatchData:
     # --- copies, devices, bytes ---------------------------------------------------------------------------------------
 
     def to(self, device: torch.device | str) -> Self:
-        """The same with all tensors on `device`."""
-        return self._with_tensors({name: value.to(device) for name, value in self.tensors.items()})
+        """The same with all tensors, and so `batch`, on `device`."""
+        tensors = {name: value.to(device) for name, value in self.tensors.items()}
+        batch = None if self.batch is None else tensor_dict(tensors, len(self), torch.device(device))
+        return replace(self, batch=batch)
 
     def clone(self) -> Self:
-        """A copy that shares no tensor, array or object with this one."""
+        """A copy that shares no tensor, array or object with this one. Raises ValueError for objects without end."""
         tensors = {name: value.clone() for name, value in self.tensors.items()}
-        return self._with_tensors(tensors, non_tensor_batch=copy.deepcopy(dict(self.non_tensor_batch)))
+        objects = {name: joining.own_copy(values, name) for name, values in self.non_tensor_batch.items()}
+        return self._with_tensors(tensors, non_tensor_batch=objects)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """As `clone`: tensors stay on their device and in their graph, which the bytes of `__reduce_ex__` leave."""
@@ -198,43 +261,20 @@ class BatchData:
         tensors = None
         if self.batch is not None:
             tensors = {name: storage.packed(value, int(protocol)) for name, value in self.tensors.items()}
-        rest = (self.non_tensor_batch, self.meta_info, self.plan, self.normalizers)
-        return _unpickle, (type(self), tensors, len(self), *rest)
+        rest = (getattr(self, part.name) for part in fields(self) if part.name != "batch")
+        placed = self.batch is not None and self.batch.device is not None
+        return _unpickle_placed if placed else _unpickle, (type(self), tensors, len(self), *rest)
 
     def _with_tensors(self, tensors: Mapping[str, Tensor], **changes: Any) -> Self:
         """Other tensors for the same rows (a stub stays one), and `changes` of other fields of this class."""
-        return replace(self, batch=None if self.batch is None else tensor_dict(tensors, len(self)), **changes)
+        batch = None if self.batch is None else tensor_dict(tensors, len(self), self.batch.device)
+        return replace(self, batch=batch, **changes)
 
 
-def _own_tensors(batch: Mapping[str, Tensor], objects: Mapping[str, np.ndarray]) -> TensorDict:
-    """A TensorDict of these tensors, so that a field added to it does not appear in the caller's dict."""
-    if isinstance(batch, TensorDict):
-        return batch.clone(recurse=False)
-    for name, value in batch.items():
-        check_tensor(name, value)
-    lengths = {name: len(values) for name, values in [*batch.items(), *objects.items()]}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"fields must have the same number of rows, got {lengths}")
-    return tensor_dict(batch, next(iter(lengths.values()), 0))
-
-
-def tensor_dict(tensors: Mapping[str, Tensor], num_rows: int) -> TensorDict:
-    """These tensors, also where there is none to tell the number of rows."""
-    return TensorDict(dict(tensors), batch_size=[num_rows])
-
-
-def check_tensor(name: str, value: Any) -> None:
-    """Refuse what is not a dense tensor [B, ...] with values."""
-    if not isinstance(value, Tensor) or value.layout != torch.strided or value.ndim == 0:
-        raise ValueError(f"{name} must be a tensor [B, ...], got {display.describe_value(value)}")
-    if value.is_meta:
-        raise ValueError(f"{name} has no values: it is on the device meta")
-
-
-def _checked_flag(meta_info: Mapping[str, Any]) -> bool:
-    flag = meta_info.get(BROADCAST_NON_TENSOR, False)
+def _checked_flag(meta_info: Mapping[str, Any], key: str) -> bool:
+    flag = meta_info.get(key, False)
     if not isinstance(flag, bool):
-        raise ValueError(f"meta_info {BROADCAST_NON_TENSOR} must be True or False, got {flag!r}")
+        raise ValueError(f"meta_info {key} must be True or False, got {flag!r}")
     return flag
 
 
@@ -248,6 +288,14 @@ def _checked_micro_batch_size(meta_info: Mapping[str, Any]) -> int | None:
 def _unpickle(
     cls: type[BatchData], tensors: dict[str, storage.PackedTensor] | None, num_rows: int, *rest: Any
 ) -> BatchData:
+    """A batch whose TensorDict has no device; `rest` are the fields of the class after `batch`, in their order."""
+    names = [part.name for part in fields(cls) if part.name != "batch"]
+    others = dict(zip(names, rest, strict=True))
     if tensors is None:
-        return cls(None, *rest)
-    return cls(tensor_dict({name: storage.unpacked(*parts) for name, parts in tensors.items()}, num_rows), *rest)
+        return cls(None, **others)
+    return cls(tensor_dict({name: storage.unpacked(*parts) for name, parts in tensors.items()}, num_rows), **others)
+
+
+def _unpickle_placed(cls: type[BatchData], *parts: Any) -> BatchData:
+    """A batch whose TensorDict has a device, which is the CPU now: values arrive there."""
+    return _unpickle(cls, *parts).to("cpu")

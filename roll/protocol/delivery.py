@@ -24,7 +24,6 @@ from typing import TypeVar, get_args
 import numpy as np
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
 from torch import Tensor
 
 from roll.config import RowsOn
@@ -32,6 +31,7 @@ from roll.protocol.broadcast import broadcast_bytes
 from roll.protocol.data_proto import DataProto
 from roll.protocol.delivery_messages import Decision, RankReport, message_of, pickled_lacking, with_shared_entries
 from roll.protocol.roll_call import MissingRanks, RollCall
+from roll.protocol.tensors import tensor_dict
 from roll.protocol.wire import Specs, flatten, specs_of, total_bytes, unflatten
 
 Check = Callable[[DataProto], None]
@@ -128,7 +128,7 @@ class BatchDelivery:
         if flat is None:
             rows = batch.select([spec.name for spec in decision.specs], None if decision.non_tensor else [])
             return rows.to(self._device)
-        return _with_rows(batch, unflatten(flat, decision.specs), objects, decision.num_rows)
+        return _with_rows(batch, unflatten(flat, decision.specs), objects, decision.num_rows).to(self._device)
 
     def _prepare(
         self,
@@ -277,27 +277,17 @@ def _refusal(missing: MissingRanks) -> bytes:
 def _wanted(batch: DataProto, keys: Sequence[str] | None) -> DataProto:
     if batch.batch is None:
         raise ValueError("the leader has no rows, only a stub")
-    return batch if keys is None else select_tensors(batch, keys)
-
-
-def select_tensors(batch: DataProto, keys: Sequence[str]) -> DataProto:
-    """The batch with these tensors alone. Raises ValueError, with the known names, if it lacks one."""
-    unknown = [key for key in keys if key not in batch.tensors]
-    if unknown:
-        raise ValueError(
-            f"the batch lacks {', '.join(unknown)}; it has {', '.join(sorted(batch.tensors)) or 'nothing'}"
-        )
-    return batch.select(keys, None)
+    return batch if keys is None else batch.select(keys)
 
 
 def _pickled(batch: DataProto) -> bytes:
     try:
         return pickle.dumps(dict(batch.non_tensor_batch))
-    except (pickle.PicklingError, TypeError, AttributeError) as refused:  # all three are what pickle raises
+    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as refused:  # all are what pickle raises
         raise ValueError(f"non_tensor_batch cannot be pickled: {refused}") from refused
 
 
 def _with_rows(
     batch: DataProto, tensors: Mapping[str, Tensor], objects: dict[str, np.ndarray], num_rows: int
 ) -> DataProto:
-    return replace(batch, batch=TensorDict(dict(tensors), batch_size=[num_rows]), non_tensor_batch=objects)
+    return replace(batch, batch=tensor_dict(tensors, num_rows), non_tensor_batch=objects)

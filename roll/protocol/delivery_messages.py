@@ -9,7 +9,7 @@ from typing import Any
 
 from roll.protocol.data_proto import DataProto
 from roll.protocol.digest import digest
-from roll.protocol.joining import without_metrics
+from roll.protocol.metrics import without_metrics
 from roll.protocol.normalizers import LossNormalizers
 from roll.protocol.plan import MicroBatchPlan
 from roll.protocol.roll_call import MissingRanks

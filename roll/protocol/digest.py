@@ -16,27 +16,37 @@ from torch import Tensor
 def digest(value: Any) -> str:
     """Equal for values of equal types and contents, in whatever process; the order of dicts and sets does not matter.
 
-    Raises ValueError for a value that cannot be pickled.
+    A container that contains itself says there how many levels up it stands.
+
+    Raises ValueError for a value that cannot be pickled, or is nested too deeply for it.
     """
     try:
         return hashlib.sha256(_bytes_of(value)).hexdigest()[:16]
+    except RecursionError:
+        raise ValueError("cannot be pickled: it is nested too deeply") from None
     except (pickle.PicklingError, TypeError, AttributeError, ValueError) as refused:  # all are what pickle raises
         raise ValueError(f"cannot be pickled: {refused}") from refused
 
 
-def _bytes_of(value: Any) -> bytes:
+def _bytes_of(value: Any, inside: tuple[int, ...] = ()) -> bytes:
+    """The bytes that are summed up; `inside` are the ids of the containers around the value, the outermost first."""
+    if id(value) in inside:
+        return f"{len(inside) - inside.index(id(value))} up".encode()
+    inside += (id(value),)
     kind = f"{type(value).__qualname__}:".encode()
     if isinstance(value, Tensor):
         dense = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         return kind + _joined([f"{value.dtype}{list(value.shape)}".encode(), dense.view(torch.uint8).numpy().tobytes()])
     if isinstance(value, np.ndarray) and value.dtype == object:
-        return kind + _joined([str(value.shape).encode(), *map(_bytes_of, value.flat)])
+        return kind + _joined([str(value.shape).encode(), *(_bytes_of(entry, inside) for entry in value.flat)])
     if isinstance(value, Mapping):
-        return kind + _joined(sorted(_joined([_bytes_of(key), _bytes_of(entry)]) for key, entry in value.items()))
+        return kind + _joined(
+            sorted(_joined([_bytes_of(key), _bytes_of(entry, inside)]) for key, entry in value.items())
+        )
     if isinstance(value, set | frozenset):
         return kind + _joined(sorted(map(_bytes_of, value)))
     if isinstance(value, list | tuple):
-        return kind + _joined(list(map(_bytes_of, value)))
+        return kind + _joined([_bytes_of(entry, inside) for entry in value])
     return kind + _pickled(value)
 
 

@@ -16,12 +16,25 @@ _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 60
 
 
+def short(value: Any) -> str:
+    """The value in a message: long strings and containers, and what is nested deeply, are cut."""
+    return _short.repr(value)
+
+
 def describe_value(value: Any) -> str:
     """Dtype, shape and, if it is not the CPU, device of a tensor: float32[4, 3]; the type of anything else."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     where = "" if value.device.type == "cpu" else f" on {value.device}"
     return f"{_dtype(value)}{list(value.shape)}{where}"
+
+
+def sizes(data: BatchData, prefix: str = "") -> str:
+    """Bytes of the tensors, and of the references to the objects."""
+    tensors = readable_bytes(sum(map(num_bytes, data.tensors.values())))
+    objects = readable_bytes(sum(values.nbytes for values in data.non_tensor_batch.values()))
+    lead = f"{prefix}, " if prefix else ""
+    return f"{lead}{len(data)} rows, {tensors} in tensors, {objects} in references to objects"
 
 
 def one_line(data: BatchData) -> str:

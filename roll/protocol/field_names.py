@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 
-def known(names: Sequence[str] | Mapping[str, Any], fields: Mapping[str, Any]) -> list[str]:
-    """The names, if all of them are fields. Raises KeyError that names the known ones, ValueError for a bare string."""
-    if isinstance(names, str):
-        raise ValueError(f"names are given as a list, got {names!r}")
-    unknown = [name for name in names if name not in fields]
-    if unknown:
-        raise KeyError(f"no field {', '.join(unknown)}; there are {', '.join(sorted(fields)) or 'none'}")
-    return list(names)
+class UnknownName(KeyError, ValueError):
+    """A batch does not have a name. A KeyError as of any mapping, and a ValueError as of any wrong argument."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
-def listed(names: str | Sequence[str]) -> list[str]:
-    """One name or several, as a list."""
-    return [names] if isinstance(names, str) else list(names)
+def listed(names: str | Iterable[str] | None) -> list[str]:
+    """One name or several, as a list; None is no name."""
+    return [names] if isinstance(names, str) else list(names or ())
+
+
+def known(names: str | Iterable[str], there: Mapping[str, Any], what: str = "the batch") -> list[str]:
+    """The names as a list. Raises UnknownName, with the names that are there, if `what` lacks one."""
+    several = listed(names)
+    lacking = [name for name in several if name not in there]
+    if lacking:
+        its = ", ".join(sorted(map(str, there))) or "nothing"
+        raise UnknownName(f"{what} lacks {', '.join(map(str, lacking))}; it has {its}")
+    return several
 
 
 def new_names(
-    old_keys: str | Sequence[str], new_keys: str | Sequence[str], fields: Mapping[str, Any]
+    old_keys: str | Iterable[str] | None, new_keys: str | Iterable[str] | None, fields: Mapping[str, Any]
 ) -> dict[str, str]:
     """For every field the name it has after `rename(old_keys, new_keys)`; ValueError if two would share one."""
     old, new = listed(old_keys), listed(new_keys)

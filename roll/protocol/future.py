@@ -11,13 +11,15 @@ makes one, as a Ray `ObjectRef` has. So this module needs no Ray, and a referenc
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
 from roll.protocol import joining, row_order
 from roll.protocol.data_proto import DataProto
+from roll.protocol.field_names import listed
+from roll.protocol.metrics import without_metrics
 
 
 @dataclass(frozen=True)
@@ -51,25 +53,25 @@ class DataProtoFuture:
 
     @staticmethod
     def concat(
-        references: Sequence[Any], sizes: Sequence[int] | None = None, heads: Sequence[DataProto] | None = None
+        data: Sequence[Any], sizes: Sequence[int] | None = None, heads: Sequence[DataProto] | None = None
     ) -> DataProtoFuture:
         """The rows of all references, in order.
 
         Args:
-            references: to one DataProto each; a DataProtoFuture is taken as well.
+            data: references to one DataProto each; a DataProtoFuture is taken as well.
             sizes: the number of rows of each, if the caller knows them.
             heads: each without its rows, `batch[:0]`, if the caller knows them: what `select` and `stub` go by.
 
         Raises ValueError when there is none, one is no reference, the sizes are not one for each, at least 0, or the
         heads are not one for each.
         """
-        if not references:
+        if not data:
             raise ValueError("concat needs at least one reference")
-        if sizes is not None and (len(sizes) != len(references) or any(size < 0 for size in sizes)):
-            raise ValueError(f"{len(references)} references with sizes {list(sizes)}")
-        if heads is not None and len(heads) != len(references):
-            raise ValueError(f"{len(references)} references with {len(heads)} heads")
-        for number, reference in enumerate(references):
+        if sizes is not None and (len(sizes) != len(data) or any(size < 0 for size in sizes)):
+            raise ValueError(f"{len(data)} references with sizes {list(sizes)}")
+        if heads is not None and len(heads) != len(data):
+            raise ValueError(f"{len(data)} references with {len(heads)} heads")
+        for number, reference in enumerate(data):
             if not _is_reference(reference):
                 raise ValueError(
                     f"reference {number} is a {type(reference).__name__}, neither a Future nor an object that makes one"
@@ -78,9 +80,9 @@ class DataProtoFuture:
         if sizes is not None:
             known = sizes
         else:
-            known = [r.num_rows if isinstance(r, DataProtoFuture) else None for r in references]
-        fronts = [None] * len(references) if heads is None else heads
-        parts = zip(references, known, fronts, strict=True)
+            known = [r.num_rows if isinstance(r, DataProtoFuture) else None for r in data]
+        fronts = [None] * len(data) if heads is None else heads
+        parts = zip(data, known, fronts, strict=True)
         return DataProtoFuture(tuple(_Part(r, size, 0, size, head=head) for r, size, head in parts))
 
     @property
@@ -112,14 +114,15 @@ class DataProtoFuture:
             seen += part.end - part.begin
         return replace(self, parts=tuple(chosen) or (replace(self.parts[0], begin=0, end=0, metrics=False),))
 
-    def select(self, fields: Sequence[str]) -> DataProtoFuture:
+    def select(self, fields: str | Iterable[str]) -> DataProtoFuture:
         """The same rows with these fields, tensors or objects. A reference is to a whole batch, so all is fetched.
 
         Raises ValueError if a part lacks one: now where heads are known, else when it is fetched.
         """
+        names = listed(fields)
         for head in self._heads() or []:
-            head.select_fields(fields)
-        return replace(self, fields=tuple(fields))
+            head.select_fields(names)
+        return replace(self, fields=tuple(names))
 
     def stub(self) -> DataProto:
         """The stub of what arrives: its meta_info.
@@ -131,7 +134,7 @@ class DataProtoFuture:
             raise ValueError(
                 "the meta_info of a DataProtoFuture is known without its rows only if it is made with heads"
             )
-        return DataProto(meta_info=joining.concat_metas([head.meta_info for head in heads]))
+        return replace(heads[0].stub(), meta_info=joining.concat_metas([head.meta_info for head in heads]))
 
     def _heads(self) -> list[DataProto] | None:
         """The heads of all sources as they will arrive; None if one is not known."""
@@ -146,18 +149,19 @@ class DataProtoFuture:
             found = list(map(_without_metrics, found))
         return found if self.fields is None else [head.select_fields(self.fields) for head in found]
 
-    def get(self, timeout: float | None = None) -> DataProto:
+    def get(self, timeout: float | None = None, *, global_keys: str | Iterable[str] | None = None) -> DataProto:
         """Wait for the parts, and join and cut them here.
 
         Args:
             timeout: seconds for all parts together; None waits for ever.
+            global_keys: as `DataProto.concat` takes them.
 
         Raises:
             TimeoutError: names the parts that have not arrived.
             ValueError: a part is no DataProto or has not the promised number of rows, or the parts cannot be joined.
             Exception: whatever the first part that failed raises, as soon as it fails, without waiting for the others.
         """
-        return self._joined(_fetched(list(dict.fromkeys(self.references())), timeout))
+        return self._joined(_fetched(list(dict.fromkeys(self.references())), timeout), listed(global_keys))
 
     def references(self) -> Iterator[Hashable]:
         """What will be fetched."""
@@ -167,11 +171,11 @@ class DataProtoFuture:
             else:
                 yield part.source
 
-    def _joined(self, arrived: Mapping[Any, Any]) -> DataProto:
+    def _joined(self, arrived: Mapping[Any, Any], global_keys: list[str]) -> DataProto:
         pieces = []
         for number, part in enumerate(self.parts):
             nested = isinstance(part.source, DataProtoFuture)
-            piece = part.source._joined(arrived) if nested else arrived[part.source]
+            piece = part.source._joined(arrived, global_keys) if nested else arrived[part.source]
             if not isinstance(piece, DataProto):
                 raise ValueError(f"part {number} is a {type(piece).__name__}, not a DataProto")
             if part.size is not None and len(piece) != part.size:
@@ -180,12 +184,12 @@ class DataProtoFuture:
                 piece = piece.select_fields(self.fields)
             rows = piece if part.end is None else piece[part.begin : part.end]
             pieces.append(rows if part.metrics else _without_metrics(rows))
-        whole = DataProto.concat(pieces)
+        whole = DataProto.concat(pieces, global_keys=global_keys)
         return whole if self.share is None else whole.chunk(self.share[1])[self.share[0]]
 
 
 def _without_metrics(piece: DataProto) -> DataProto:
-    return replace(piece, meta_info=joining.without_metrics(piece.meta_info))
+    return replace(piece, meta_info=without_metrics(piece.meta_info))
 
 
 def _is_reference(value: Any) -> bool:

@@ -2,29 +2,26 @@
 
 These are the rules for names, values and meta data; they work on dicts, `DataProto` applies them.
 
-`meta_info` must be the same in all pieces, except for its entry `metrics`, which holds measurements: names, each with
-a list of values (a single value is a list of one). Joining pieces lists the values of all pieces in their order, also
-of a name that only some pieces have, and a single piece is joined like many. Of the pieces that one call makes of a
-batch (`chunk`, `split`, `group_by`, `make_iterator`) only the first has its metrics, so that joined again they are
-counted once. Rows that are taken one call at a time (`data[:2]`, `select_idxs`) have them each time: that they will be
-joined is not known then.
+`meta_info` must be the same in all pieces, except for its entry `metrics` (see `roll.protocol.metrics`) and the entries
+that the caller names. Joining pieces lists the values of all pieces in their order, also of a name that only some
+pieces have, and a single piece is joined like many. Of the pieces that one call makes of a batch (`chunk`, `split`,
+`group_by`, `make_iterator`) only the first has its metrics, so that joined again they are counted once. Rows that are
+taken one call at a time (`data[:2]`, `select_idxs`) have them each time: that they will be joined is not known then.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from roll.protocol.display import describe_value
-
-METRICS = "metrics"
-
-_IMMUTABLE = (int, float, str, bool, type(None))  # nothing to copy, and most of what there is
+from roll.protocol.display import describe_value, short
+from roll.protocol.equality import NotComparable, same_value
+from roll.protocol.metrics import METRICS, PLAIN, joined_metrics, listed_metrics, without_metrics
 
 T = TypeVar("T")
 
@@ -32,46 +29,41 @@ T = TypeVar("T")
 def own_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of `meta_info` that shares nothing with it, every metric as a list.
 
-    Raises ValueError if `metrics` is no dict.
+    Raises ValueError if `metrics` is no dict, or an entry cannot be copied.
     """
-    own = {name: v if isinstance(v, _IMMUTABLE) else copy.deepcopy(v) for name, v in meta.items()}
-    if METRICS in own:
-        own[METRICS] = listed_metrics(own[METRICS])
+    own = {name: own_copy(value, f"meta_info {name}") for name, value in meta.items() if name != METRICS}
+    if meta.get(METRICS) is not None:
+        own[METRICS] = listed_metrics(meta[METRICS])
     return own
 
 
-def listed_metrics(metrics: Any) -> dict[str, list[Any]]:
-    """For each name the list of its values. Raises ValueError if `metrics` is no dict."""
-    if not isinstance(metrics, Mapping):
-        raise ValueError(f"meta_info metrics must be a dict of names and values, got {metrics!r}")
-    return {name: list(value) if isinstance(value, list | tuple) else [value] for name, value in metrics.items()}
+def own_copy(value: Any, what: str) -> Any:
+    """A deep copy. Raises ValueError, which says of `what`, if the value is nested without end."""
+    if isinstance(value, PLAIN):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except RecursionError:
+        raise ValueError(f"{what} cannot be copied: nested too deeply, or an array that contains itself") from None
 
 
-def without_metrics(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """All entries but the metrics."""
-    return {name: value for name, value in meta.items() if name != METRICS}
+def concat_metas(metas: Sequence[Mapping[str, Any]], global_keys: Collection[str] = ()) -> dict[str, Any]:
+    """The `meta_info` of pieces that are joined, with the values of all pieces for metrics and each of `global_keys`.
 
-
-def concat_metas(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The `meta_info` of pieces that are joined. Raises ValueError where they differ in more than metrics."""
-    first = without_metrics(metas[0])
-    for number, meta in enumerate(metas[1:], start=1):
-        other = without_metrics(meta)
-        _check_same_names(first, other, number)
+    Raises ValueError where the pieces differ in another entry.
+    """
+    joined = {METRICS, *global_keys}
+    first, *others = [{name: value for name, value in meta.items() if name not in joined} for meta in metas]
+    way_out = "; global_keys lists the values of all pieces, select(meta_info_keys=...) leaves entries out"
+    for number, other in enumerate(others, start=1):
+        _check_same_names(first, other, number, way_out)
         for name, value in first.items():
-            if not same_value(value, other[name]):
-                raise ValueError(f"concat: meta_info {name} is {value!r} in piece 0, {other[name]!r} in piece {number}")
-    measured = [listed_metrics(meta[METRICS]) for meta in metas if METRICS in meta]
-    return own_meta({**first, METRICS: concat_metrics(measured)} if measured else first)
-
-
-def concat_metrics(pieces: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, list[Any]]:
-    """For each name, in the order of first appearance, the values of all pieces."""
-    joined: dict[str, list[Any]] = {}
-    for piece in pieces:
-        for name, values in piece.items():
-            joined.setdefault(name, []).extend(values)
-    return joined
+            if not _same(value, other[name], f"concat: meta_info {name}"):
+                here, there = short(value), short(other[name])
+                raise ValueError(f"concat: meta_info {name} is {here} in piece 0, {there} in piece {number}{way_out}")
+    measured = [own_meta({METRICS: meta[METRICS]}) for meta in metas if METRICS in meta]
+    listed = [{name: meta[name] for name in meta if name in joined and name != METRICS} for meta in metas]
+    return {**own_meta(first), **joined_metrics([*listed, *measured])}
 
 
 def concat_tensors(pieces: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -117,7 +109,7 @@ def concat_arrays(pieces: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.nd
 def merged(ours: Mapping[str, Any], theirs: Mapping[str, Any], what: str) -> dict[str, Any]:
     """The entries of both. Raises ValueError, which says of `what`, if a name has different values in the two."""
     for name in ours.keys() & theirs.keys():
-        if not same_value(ours[name], theirs[name]):
+        if not _same(ours[name], theirs[name], f"union: {name} of {what}"):
             raise ValueError(f"union: {what} has different values of {name}")
     return {**ours, **theirs}
 
@@ -138,30 +130,14 @@ def either(ours: T | None, theirs: T | None, what: str) -> T | None:
     return theirs if ours is None else ours
 
 
-def same_value(a: Any, b: Any) -> bool:
-    """Whether two values are the same through and through: dtypes, shapes and entries; NaN is NaN, 1 is no True."""
-    if a is b:
-        return True
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        if a.dtype != b.dtype or a.shape != b.shape:
-            return False
-        return bool(((a == b) | ((a != a) & (b != b))).all())
-    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-        if a.dtype != b.dtype or a.shape != b.shape:
-            return False
-        return all(same_value(x, y) for x, y in zip(a.flat, b.flat, strict=True))
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(same_value(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple) and type(a) is type(b):
-        return len(a) == len(b) and all(same_value(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, Tensor | np.ndarray) or isinstance(b, Tensor | np.ndarray):
-        return False
-    if isinstance(a, bool | np.bool_) != isinstance(b, bool | np.bool_):
-        return False
-    return bool(a == b) or bool(a != a and b != b)
+def _same(ours: Any, theirs: Any, what: str) -> bool:
+    try:
+        return same_value(ours, theirs)
+    except NotComparable as refused:
+        raise NotComparable(f"{what}: {refused}") from refused
 
 
-def _check_same_names(first: Mapping[str, Any], piece: Mapping[str, Any], number: int) -> None:
+def _check_same_names(first: Mapping[str, Any], piece: Mapping[str, Any], number: int, way_out: str = "") -> None:
     if first.keys() != piece.keys():
         differing = ", ".join(sorted(first.keys() ^ piece.keys()))
-        raise ValueError(f"concat: {differing} is not in both piece 0 and piece {number}")
+        raise ValueError(f"concat: {differing} is not in both piece 0 and piece {number}{way_out}")

@@ -5,7 +5,8 @@ Functions of row numbers alone, so that they hold for every kind of field.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +39,31 @@ def num_padding_rows(num_rows: int, divisor: int) -> int:
     return -num_rows % divisor
 
 
+def check_counts(values: Sequence[int] | np.ndarray | Tensor, num_rows: int) -> np.ndarray:
+    """How often each row is taken. Raises ValueError unless it is one integer of at least 0 for each row."""
+    counts = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    if counts.shape != (num_rows,) or (num_rows and counts.dtype.kind not in "iu") or (counts < 0).any():
+        raise ValueError(f"sample_level_repeat needs {num_rows} numbers of at least 0, got {values!r}")
+    return counts.astype(np.int64)
+
+
+def draws_order(seed: int | None, dataloader_kwargs: Mapping[str, Any] | None) -> bool:
+    """Whether mini-batches come in an order that is drawn: where there is a seed, unless `shuffle` says otherwise.
+
+    Raises ValueError for another entry of `dataloader_kwargs`, and for `shuffle` without a seed.
+    """
+    others = {name: value for name, value in (dataloader_kwargs or {}).items() if name != "shuffle"}
+    if others:
+        raise ValueError(
+            f"make_iterator takes shuffle of dataloader_kwargs, got {others}; for the rest there is "
+            "torch.utils.data.DataLoader(data, collate_fn=roll.protocol.collate_fn, ...)"
+        )
+    shuffle = (dataloader_kwargs or {}).get("shuffle", seed is not None)
+    if shuffle and seed is None:
+        raise ValueError("make_iterator: shuffle needs a seed, from which the orders are drawn")
+    return bool(shuffle)
+
+
 def mini_batch_rows(num_rows: int, size: int, epochs: int, seed: int | None) -> Iterator[Tensor]:
     """The rows of each mini-batch, `epochs` times all rows; what is wrong is raised at once, not when it is read."""
     check_count(size, 1, "make_iterator needs a mini_batch_size")
@@ -60,7 +86,10 @@ def check_permutation(rows: Tensor, num_rows: int) -> None:
     wrong = (count != 1).nonzero()[0]
     if len(wrong):
         row = wrong[0]
-        raise ValueError(f"reorder needs each of {num_rows} rows once; row {row} stands {int(count[row])} times")
+        raise ValueError(
+            f"reorder needs each of {num_rows} rows once; row {row} stands {int(count[row])} times "
+            "(select_idxs takes any rows)"
+        )
 
 
 def rows_by_value(columns: Mapping[str, Tensor | np.ndarray]) -> dict[Hashable, list[int]]:

@@ -9,6 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from roll.protocol.display import short
+
+Rows = slice | Tensor
+"""Rows that exist, as `resolve_rows` gives them."""
 RowIndex = int | slice | Sequence[int] | Sequence[bool] | np.ndarray | Tensor
 
 
@@ -29,6 +33,8 @@ def resolve_rows(index: RowIndex, num_rows: int) -> slice | Tensor:
         rows = index.detach().cpu().numpy()
     else:
         rows = np.asarray(index, dtype=None if len(index) or isinstance(index, np.ndarray) else np.int64)
+    if rows.ndim == 0 and rows.dtype != bool:
+        rows = rows.reshape(1)
     if rows.ndim != 1:
         raise ValueError(f"rows must be one-dimensional, got shape {list(rows.shape)}")
     if rows.dtype == bool:
@@ -67,6 +73,25 @@ def tile_rows(values: Any, times: int) -> Any:
     if isinstance(values, Tensor):
         return torch.cat([values] * times) if times else values[:0]
     return np.tile(values, times)
+
+
+def fold_columns(values: Any, parts: int, name: str) -> Any:
+    """Each row as `parts` rows, of consecutive columns: a tensor [B, C, ...] becomes [B * parts, C / parts, ...].
+
+    Objects are cut where they are sequences of C entries. Raises ValueError if a row cannot be cut into equal parts.
+    """
+    if isinstance(values, Tensor):
+        if values.ndim < 2 or values.shape[1] % parts:
+            raise ValueError(f"{name} {list(values.shape)} does not divide into {parts} parts of equal columns")
+        rows, columns, *rest = values.shape
+        return values.reshape(rows * parts, columns // parts, *rest)
+    cut = []
+    for row, value in enumerate(values):
+        if not isinstance(value, list | tuple | np.ndarray | Tensor) or np.ndim(value) == 0 or len(value) % parts:
+            raise ValueError(f"{name}: row {row} does not divide into {parts} parts of equal length: {short(value)}")
+        size = len(value) // parts
+        cut += [value[part * size : (part + 1) * size] for part in range(parts)]
+    return object_array(cut, name)
 
 
 def cut_rows(values: Any, bounds: Sequence[tuple[int, int]]) -> Sequence[Any]:

@@ -29,7 +29,6 @@ from roll.models.transformers_model import (
 )
 from roll.platform import get_platform
 from roll.protocol import DataProto, check_model_batch, count_loss_tokens
-from roll.protocol.delivery import select_tensors
 from roll.strategies.base import ForwardFunc, LossFunc, Metrics, ModelOutput, TrainStrategy
 from roll.strategies.buckets import in_buckets
 from roll.strategies.learning_rate import learning_rate
@@ -107,7 +106,7 @@ class HfStrategy(TrainStrategy):
 
     def get_data_input(self, batch: DataProto, keys: Sequence[str] | None = None) -> DataProto:
         if keys is not None:
-            batch = select_tensors(batch, keys)
+            batch = batch.select(keys)
         check_model_batch(
             batch,
             vocab_size=self.model_config.vocab_size,

@@ -32,7 +32,7 @@ from roll.workers.failure import HEARTBEAT, CallTimedOut, Failure, WorkerError, 
 from roll.workers.placement import Placement
 from roll.workers.remote_batch import RemoteBatch, check_held
 from roll.workers.routing import check_can_stay, check_rows_on, gather, reporting_ranks, route
-from roll.workers.worker import Keep, Worker
+from roll.workers.worker import Keep, Worker, actor_class
 
 HEARTBEAT_S = 2.0
 """How often an actor that has nothing to do is asked whether it lives."""
@@ -133,7 +133,7 @@ class Cluster:
     rows under DP_MP_DISPATCH_FIRST (see `route`); the strategies of the workers must be set alike.
 
     Raises ValueError if the layout of the placement does not have this role with this number of ranks, or `rows_on` is
-    unknown.
+    unknown; TypeError for `worker_kwargs` that the constructor does not take.
     """
 
     def __init__(
@@ -153,6 +153,8 @@ class Cluster:
         placed = placement.layout.roles.get(role)
         if placed != degrees.world_size:
             raise ValueError(f"{role} has {degrees.world_size} ranks, the placement has {placed or 'none'} for it")
+        identity = {"role": role, "world_size": degrees.world_size}
+        inspect.signature(worker_cls).bind(rank=0, **identity, **(worker_kwargs or {}))
         self.worker_cls, self.role, self.degrees, self.placement = worker_cls, role, degrees, placement
         self.call_timeout_s, self.start_timeout_s, self.threads = call_timeout_s, start_timeout_s, threads
         self.rows_on: RowsOn = rows_on
@@ -163,8 +165,7 @@ class Cluster:
         self._failure: WorkerError | None = None
         self._killed = self._gone = False
         placement.clusters.append(self)
-        actor_cls: Any = ray.remote(worker_cls)
-        identity = {"role": role, "world_size": degrees.world_size}
+        actor_cls: Any = ray.remote(actor_class(worker_cls))
         for rank in range(degrees.world_size):
             placed_cls = actor_cls.options(**placement.actor_options(role, rank))
             self.actors.append(placed_cls.remote(rank=rank, **identity, **(worker_kwargs or {})))

@@ -16,6 +16,7 @@ table.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -49,7 +50,8 @@ class Rule:
     dispatch: Dispatch
     uneven: Uneven = "refuse"
     """What happens to a batch without a plan whose rows do not divide: an error, or copies of its last row fill the
-    shares up, and the rows of the result that belong to them are dropped."""
+    shares up, and the rows of the result that belong to them are dropped. A batch with `is_padding_enabled` is filled
+    up either way, if the method returns a batch."""
     fields: tuple[str, ...] | None = None
     """The fields of a batch, tensors and others, that the method reads, and so all that is sent; None for all."""
     returns_batch: bool = False
@@ -73,8 +75,11 @@ def register(
 ) -> Callable[[Method], Method]:
     """Mark a worker method as callable from the driver, under this rule (see `Rule`).
 
-    Raises ValueError for an unknown `uneven`, for fields that are one string, and for settings that speak of a batch
-    where none is split.
+    The method may be an `async def`, which the worker awaits: it takes one call at a time, in the order in which they
+    were made, as with any other method.
+
+    Raises ValueError for an unknown `uneven`, for fields that are one string, for settings that speak of a batch where
+    none is split, and for a generator, whose values would come one at a time.
 
     A subclass that overrides the method keeps its rule unless it registers the method anew.
     """
@@ -83,10 +88,19 @@ def register(
     rule = Rule(dispatch, uneven, None if fields is None else tuple(fields), returns_batch)
 
     def mark(method: Method) -> Method:
+        refuse_generator(method)
         setattr(method, _RULE, rule)
         return method
 
     return mark
+
+
+def refuse_generator(method: Callable[..., Any]) -> None:
+    """Raise ValueError if calling the method makes a generator, of which nothing has run by then."""
+    function = inspect.unwrap(method)
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        name = getattr(function, "__qualname__", repr(function))
+        raise ValueError(f"{name} yields, and a call has one result: return a list, or register what does one part")
 
 
 def registered_methods(worker_cls: type) -> dict[str, Rule]:
@@ -102,4 +116,5 @@ def rule_of(worker_cls: type, method: str) -> Rule:
     methods = registered_methods(worker_cls)
     if method not in methods:
         raise ValueError(f"{worker_cls.__name__} has no registered method {method!r}; it has {', '.join(methods)}")
+    refuse_generator(getattr(worker_cls, method))  # It may override one that is none.
     return methods[method]

@@ -186,7 +186,10 @@ def _check_batches(rule: Rule, degrees: ParallelDegrees, values: Sequence[Any]) 
             if plan.num_rows != len(batch):
                 raise ValueError(f"the micro-batch plan has {plan.num_rows} rows, the batch has {len(batch)}")
         elif len(batch) % degrees.dp and rule.uneven == "refuse":
-            raise ValueError(f"a batch of {len(batch)} rows does not divide among dp {degrees.dp} groups")
+            asked = batch.is_padding_enabled()
+            if not asked or not rule.returns_batch:
+                hint = "; auto_padding holds for methods registered with returns_batch=True" if asked else ""
+                raise ValueError(f"a batch of {len(batch)} rows does not divide among dp {degrees.dp} groups{hint}")
     if plan is not None:
         return Sent(plan, plan.num_rows)
     lengths = [len(batch) for batch in batches] + [future.num_rows or 0 for future in futures]

@@ -7,10 +7,13 @@ other launcher.
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
 import sys
 import time
 import traceback
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any, Literal
 
 import ray
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 Keep = Literal["nothing", "result", "reference"]
+
+_AWAITING = ("_awaited", "wait")
+"""Functions of this module that stand between `execute` and an `async def`."""
 
 FETCH_TIMEOUT_S = 300.0
 """How long a worker waits for the rows of a DataProtoFuture. They exist when the call is made; this is their way."""
@@ -39,9 +45,13 @@ class Worker:
         self.rank = rank
         self.world_size = world_size
         self._store: TCPStore | None = None
+        self._loop: asyncio.Runner | None = None
 
     def execute(self, method: str, keep: Keep, *args: Any, **kwargs: Any) -> Any:
-        """Run a registered method.
+        """Run a registered method; if it is an `async def`, until it has ended.
+
+        All calls of a worker share one event loop, so a client or a lock that one of them made serves the next. What a
+        method leaves running there goes on during the next call that awaits.
 
         Args:
             keep: what becomes of its result: None is returned instead where nobody would read it, and a RemoteBatch
@@ -54,9 +64,21 @@ class Worker:
             result = getattr(self, method)(
                 *map(_arrived, args), **{name: _arrived(arg) for name, arg in kwargs.items()}
             )
+            if inspect.isawaitable(result):
+                result = self._awaited(result)
+            if inspect.isgenerator(result) or inspect.isasyncgen(result):
+                raise ValueError(f"{method} returned a generator, of which nothing has run: return a list")
             return _kept(result, keep)
         except Exception as error:  # noqa: BLE001
             raise RankError(_account(error), time.time()) from None
+
+    def _awaited(self, result: Awaitable[Any]) -> Any:
+        async def wait() -> Any:  # a Runner takes coroutines, and a method may return any other awaitable
+            return await result
+
+        if self._loop is None:
+            self._loop = asyncio.Runner()
+        return self._loop.run(wait())
 
     @register(Dispatch.ONE_TO_ALL)
     def alive(self) -> int:
@@ -99,6 +121,30 @@ class Worker:
             sys.modules["torch"].set_num_threads(threads)
 
 
+def actor_class(worker_cls: type[Worker]) -> type:
+    """The class of the actors that hold a worker each, under the worker's name, which Ray's logs and messages show.
+
+    Ray makes an actor with any `async def` an asynchronous one: up to 1000 calls run at once, in any order, and an
+    ordinary method would run inside the event loop. This class has none, so its calls come one at a time, in order.
+    """
+    return type(worker_cls.__name__, (_Actor,), {"worker_cls": worker_cls})
+
+
+class _Actor:
+    """A worker, and the two methods that the driver calls through Ray."""
+
+    worker_cls: type[Worker]
+
+    def __init__(self, **settings: Any) -> None:
+        self._worker = self.worker_cls(**settings)
+
+    def execute(self, method: str, keep: Keep, *args: Any, **kwargs: Any) -> Any:
+        return self._worker.execute(method, keep, *args, **kwargs)
+
+    def alive(self) -> int:
+        return self._worker.alive()
+
+
 def _arrived(value: Any) -> Any:
     """An argument as the method takes it; rows that are still remote are fetched."""
     future = sys.modules.get("roll.protocol.future")  # Loaded with the first argument that is one.
@@ -119,8 +165,13 @@ def _kept(result: Any, keep: Keep) -> Any:
 
 
 def _account(error: Exception) -> str:
-    """The traceback of a role's exception, without the frames of `execute` and of Ray's tracing around each method."""
+    """The traceback of a role's exception, without the frames between `execute` and the method."""
     report = traceback.TracebackException.from_exception(error)
-    frames = [frame for frame in report.stack[1:] if not frame.filename.endswith("ray/util/tracing/tracing_helper.py")]
+    between = ("asyncio/runners.py", "asyncio/base_events.py")
+    frames = [
+        frame
+        for frame in report.stack[1:]
+        if not frame.filename.endswith(between) and not (frame.filename == __file__ and frame.name in _AWAITING)
+    ]
     report.stack = traceback.StackSummary.from_list(frames)
     return "".join(report.format())

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from roll.protocol import DataProto, LossNormalizers, MicroBatchPlan
-from roll.protocol.joining import same_value
+from roll.protocol.equality import same_value
 
 PLAN = MicroBatchPlan(rows=((0, 2), (1, 3)), shares=(((0,), (1,)), ((1,), (0,))))
 NORMALIZERS = LossNormalizers(tokens=9, sequences=4)

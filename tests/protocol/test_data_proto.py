@@ -24,7 +24,7 @@ def test_fields_by_name() -> None:
     assert data.batch is not None and data.batch.batch_size == torch.Size([2])
     assert data["score"].tolist() == [0.0, 1.0]
     assert data["name"].dtype == object
-    with pytest.raises(KeyError, match="no field idz; there are ids, name, score"):
+    with pytest.raises(KeyError, match="the batch lacks idz; it has ids, name, score"):
         data["idz"]
 
 
@@ -328,7 +328,7 @@ def test_counts_that_make_no_sense_are_refused() -> None:
 @pytest.mark.parametrize(
     ("names", "error", "message"),
     [
-        ("nome", KeyError, "no field nome; there are f, ids, l, name, score"),
+        ("nome", KeyError, "the batch lacks nome; it has f, ids, l, name, score"),
         ([], ValueError, "at least one name"),
         ("ids", ValueError, r"ids must have one value for each row, got \[3, 3\]"),
         (["name", "l"], ValueError, r"row 0 of l is \[0\], which cannot be hashed"),
@@ -405,9 +405,9 @@ def test_select_and_pop() -> None:
     assert (list(rest.tensors), list(rest.non_tensor_batch)) == (["score"], [])
     assert rows_of(data) == rows_of(popped.union(rest)) == [0, 1]
     for select in (data.select, data.pop):
-        with pytest.raises(KeyError, match="no field name; there are ids, score"):
+        with pytest.raises(KeyError, match="the batch lacks name; it has ids, score"):
             select(["name"])
-        with pytest.raises(KeyError, match="no field ids; there are name"):
+        with pytest.raises(KeyError, match="the batch lacks ids; it has name"):
             select([], ["ids"])
 
 
@@ -418,10 +418,8 @@ def test_meta_data_is_selected_and_popped_by_name() -> None:
     assert popped.meta_info == {"step": 3} and rest.meta_info == {"tags": ["a"]}
     assert [part.meta_info for part in data.pop(["ids"])] == [data.meta_info] * 2
     for select in (data.select, data.pop):
-        with pytest.raises(KeyError, match="no field stop; there are step, tags"):
+        with pytest.raises(KeyError, match="meta_info lacks stop; it has step, tags"):
             select([], [], ["stop"])
-        with pytest.raises(ValueError, match="names are given as a list, got 'ids'"):
-            select("ids")
 
 
 def test_rename() -> None:
@@ -435,7 +433,7 @@ def test_rename() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "error", "message"),
     [
-        ("idz", "ids", KeyError, "no field idz; there are ids, name, score"),
+        ("idz", "ids", KeyError, "the batch lacks idz; it has ids, name, score"),
         ("ids", "name", ValueError, "two fields would be named name"),
         (["ids", "score"], ["a", "a"], ValueError, "two fields would be named a"),
         (["ids", "score"], ["a"], ValueError, "one new name for each old name"),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from roll.protocol import DataProto, collate_fn
-from roll.protocol.joining import concat_tensors, same_value
+from roll.protocol import DataProto, DataProtoFuture, collate_fn
+from roll.protocol.joining import concat_tensors
 
 
 def measured(metrics: Any, rows: int = 1, **meta: Any) -> DataProto:
@@ -25,10 +26,31 @@ def measured(metrics: Any, rows: int = 1, **meta: Any) -> DataProto:
         ([{"loss": 1.0}, {"kl": 2.0}, {"loss": 3.0, "kl": 4.0}], {"loss": [1.0, 3.0], "kl": [2.0, 4.0]}),
         ([{}, {"loss": (1.0,)}], {"loss": [1.0]}),
         ([{"loss": []}], {"loss": []}),
+        # arrays and tensors are as many values as they have
+        ([{"loss": np.array([0.1, 0.2])}, {"loss": np.array([0.15])}], {"loss": [0.1, 0.2, 0.15]}),
+        ([{"loss": np.array([])}, {"loss": np.array(0.5)}], {"loss": [0.5]}),
+        ([{"loss": np.array([[1.0, 2.0], [3.0, 4.0]])}], {"loss": [1.0, 2.0, 3.0, 4.0]}),
+        ([{"loss": torch.tensor(0.5)}, {"loss": torch.tensor([0.25, 2.0])}], {"loss": [0.5, 0.25, 2.0]}),
+        ([{"loss": torch.tensor([1.5], dtype=torch.bfloat16)}, {"loss": torch.zeros(0)}], {"loss": [1.5]}),
+        ([{"loss": torch.tensor([1.0, 2.0], requires_grad=True)}], {"loss": [1.0, 2.0]}),
+        ([{"n": np.int64(3)}, {"n": np.float64(0.5)}, {"n": np.bool_(True)}], {"n": [3, 0.5, True]}),
+        # kinds may be mixed and nested
+        ([{"n": 1}, {"n": torch.tensor([2])}, {"n": (np.array([3]), [4, np.int32(5)])}], {"n": [1, 2, 3, 4, 5]}),
+        ([{"n": [[1], [2, [3]]]}, {"n": np.array([4, np.array([5, 6])], dtype=object)}], {"n": [1, 2, 3, 4, 5, 6]}),
+        ([{"why": "eos"}, {"why": ["len", None]}, {"why": np.array(["eos"])}], {"why": ["eos", "len", None, "eos"]}),
+        # more names
+        ([{"a": {"kl": 1.0}}, {"a": {"kl": np.array([2.0]), "n": 3}}], {"a": {"kl": [1.0, 2.0], "n": [3]}}),
+        ([{"a": [{"kl": 1.0}, {"kl": 2.0}]}, {"a": {"b": {"c": 1}}}], {"a": {"kl": [1.0, 2.0], "b": {"c": [1]}}}),
+        # a list of dicts, as verl's workers have them, and no metrics
+        ([[{"loss": 0.5}, {"loss": 0.6, "kl": 1.0}], {"loss": 0.7}], {"loss": [0.5, 0.6, 0.7], "kl": [1.0]}),
+        ([{"loss": 0.5}, None], {"loss": [0.5]}),
+        ([[]], {}),
     ],
 )
 def test_metrics_list_the_values_of_all_pieces(pieces: list[dict[str, Any]], joined: dict[str, list[float]]) -> None:
-    assert DataProto.concat([measured(metrics) for metrics in pieces]).meta_info == {"metrics": joined}
+    joined_meta = DataProto.concat([measured(metrics) for metrics in pieces]).meta_info
+    assert joined_meta == {"metrics": joined}
+    assert repr(joined_meta["metrics"]) == repr(joined)  # Python numbers, no NumPy scalars
 
 
 def test_metrics_that_only_some_pieces_have_are_joined_too() -> None:
@@ -56,6 +78,46 @@ def test_devices_are_compared() -> None:
 def test_metrics_are_a_dict() -> None:
     with pytest.raises(ValueError, match=r"metrics must be a dict of names and values, got \[1\]"):
         measured([1])
+
+
+def test_metrics_without_a_form_are_refused_by_name() -> None:
+    with pytest.raises(
+        ValueError, match=r"metrics: loss has a dict of more names beside values: \[\[1.0\], {'a': \[2.0\]}\]"
+    ):
+        DataProto.concat([measured({"loss": 1.0}), measured({"loss": {"a": 2.0}})])
+    endless: list[Any] = []
+    endless.append(endless)
+    array = np.empty(1, dtype=object)
+    array[0] = array
+    names: dict[str, Any] = {}
+    names["loss"] = names
+    for value in (endless, array, names):
+        with pytest.raises(ValueError, match="metrics: loss is nested too deeply, or contains itself"):
+            measured({"loss": value})
+
+
+def test_global_keys_list_the_values_of_all_pieces() -> None:
+    pieces = [measured({"loss": n}, lr=0.1 * n, sizes=[n, n], step=3, seen={"n": n}) for n in (1, 2)]
+    meta = {"step": 3, "lr": [0.1, 0.2], "sizes": [1, 1, 2, 2], "seen": {"n": [1, 2]}, "metrics": {"loss": [1, 2]}}
+    for keys in (["lr", "sizes", "seen"], {"seen", "sizes", "lr"}, ("lr", "sizes", "seen", "metrics", "not there")):
+        joined = DataProto.concat(pieces, global_keys=keys)
+        assert joined.meta_info == meta
+        assert list(joined.meta_info) == list(meta)  # in the order of the pieces, whatever the order of a set
+    assert DataProto.concat(pieces[:1], global_keys="lr").meta_info["lr"] == [0.1]
+    for keys in (None, [], "lr", {"metrics"}):
+        with pytest.raises(ValueError, match=r"piece 1; global_keys lists the values of all pieces, select\(meta_info"):
+            DataProto.concat(pieces, global_keys=keys)
+    only_here = [measured({}, step=3), measured({}, step=3, config="A")]
+    with pytest.raises(ValueError, match="config is not in both piece 0 and piece 1; global_keys lists"):
+        DataProto.concat(only_here)
+    assert DataProto.concat(only_here, global_keys="config").meta_info == {"step": 3, "config": ["A"], "metrics": {}}
+    references: list[Future[DataProto]] = [Future() for _ in pieces]
+    for reference, piece in zip(references, pieces, strict=True):
+        reference.set_result(piece)
+    keys = {"lr", "sizes", "seen"}
+    assert DataProto.materialize_concat(references, global_keys=keys).meta_info == meta
+    nested = DataProtoFuture.concat([DataProtoFuture.concat(references)])
+    assert nested.get(global_keys=keys).meta_info == meta
 
 
 def test_pieces_of_one_batch_count_its_metrics_once() -> None:
@@ -98,26 +160,3 @@ def test_arrays_and_tensors_in_meta_data_are_compared_by_value() -> None:
     assert len(piece(1.0).union(piece(1.0))) == 1
     with pytest.raises(ValueError, match="meta_info t is"):
         DataProto.concat([piece(1.0), piece(2.0)])
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "same"),
-    [
-        (float("nan"), float("nan"), True),
-        (1, 1.0, True),
-        (1, True, False),
-        ([0], [False], False),
-        (np.bool_(True), True, True),
-        ([1, [2]], [1, [2]], True),
-        ([1], (1,), False),
-        ([1], [1, 2], False),
-        ({"a": 1}, {"a": 1, "b": 2}, False),
-        (np.array([1]), np.array([1.0]), False),
-        (np.array([1]), [1], False),
-        (torch.zeros(1), 0.0, False),
-        (torch.zeros(1), torch.zeros(2), False),
-        (np.array([None, float("nan")]), np.array([None, float("nan")]), True),
-    ],
-)
-def test_what_is_the_same_value(a: Any, b: Any, same: bool) -> None:
-    assert same_value(a, b) is same is same_value(b, a)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
 import time
+from collections.abc import Awaitable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -107,6 +109,74 @@ class Probe(Worker):
 
     def not_registered(self) -> None:
         """Has no rule, so the driver may not call it."""
+
+
+class Asking(Probe):
+    """Has methods that await, beside ordinary ones."""
+
+    def __init__(self, **identity: Any) -> None:
+        super().__init__(**identity)
+        self.log: list[str] = []
+        self.lock: asyncio.Lock | None = None
+        self.left_running: asyncio.Task[None] | None = None
+
+    @register(Dispatch.ONE_TO_ALL)
+    async def ask(self, name: str) -> list[str]:
+        """Gives way to other calls, if there were any that ran, between its two entries."""
+        self.log.append(f"{name} begins")
+        await self._turns(20)
+        self.log.append(f"{name} ends")
+        return self.log
+
+    async def _turns(self, count: int) -> None:
+        for _ in range(count):
+            await asyncio.sleep(0.001)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def note(self, name: str) -> list[str]:
+        """An ordinary method; that it may run an event loop of its own says that it is inside of none."""
+        asyncio.run(self._turns(1))
+        assert threading.current_thread() is threading.main_thread()
+        self.log.append(name)
+        return self.log
+
+    @register(Dispatch.ONE_TO_ALL)
+    async def use_a_lock(self) -> str:
+        """A lock belongs to the event loop that it was first waited for in."""
+        self.lock = self.lock or asyncio.Lock()
+        async with self.lock:
+            waiting = asyncio.ensure_future(self.lock.acquire())
+            await asyncio.sleep(0)
+        await waiting
+        self.lock.release()
+        return "used"
+
+    @register(Dispatch.ONE_TO_ALL)
+    async def leave_running(self) -> None:
+        async def note() -> None:
+            await asyncio.sleep(0)
+            self.log.append("left running")
+
+        self.left_running = asyncio.create_task(note())
+
+    @register(Dispatch.ONE_TO_ALL)
+    def handed_on(self, name: str) -> Awaitable[list[str]]:
+        """Not itself an `async def`."""
+        return self.ask(name)
+
+    @register(Dispatch.DP_MP_COMPUTE, returns_batch=True)
+    async def doubled(self, data: DataProto) -> DataProto:
+        await self._turns(1)
+        return data.update({"x": 2 * data["x"]})
+
+    @register(Dispatch.ONE_TO_ALL)
+    async def fail_while_asking(self) -> None:
+        await self._turns(1)
+        raise HoldsLock("the server is away")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def expression(self) -> Iterator[int]:
+        return (number for number in range(3))
 
 
 class NeedsArguments(Exception):

@@ -20,8 +20,8 @@ import torch
 
 from roll.parallel.degrees import ParallelDegrees
 from roll.protocol import DataProto, DataProtoFuture, MicroBatchPlan, storage
-from roll.workers import CallTimedOut, Cluster, Placement, PlacementLayout, WorkerError, WorkerFailed
-from tests.workers.probes import Probe
+from roll.workers import CallTimedOut, Cluster, Placement, PlacementLayout, Worker, WorkerError, WorkerFailed
+from tests.workers.probes import Asking, Probe
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -84,6 +84,35 @@ def test_planned_batch_there_and_back(placement: Placement) -> None:
         with pytest.raises(ValueError, match="with a micro-batch plan must be brought back"):
             cluster.submit_remote("scaled", data, scale=10)
     wait_until_gone(pids)
+
+
+def test_methods_that_await_run_one_at_a_time_in_the_order_of_the_calls(placement: Placement) -> None:
+    """A class with an `async def` would be an actor that runs up to 1000 calls at once, in any order."""
+    data = DataProto.from_dict({"x": torch.arange(4)})
+    with Cluster(Asking, role="probe", degrees=ParallelDegrees(2), placement=placement) as cluster:
+        calls = [cluster.submit("note" if name in "be" else "ask", name) for name in "abcdef"]
+        log = [line for n in "abcdef" for line in ([n] if n in "be" else [f"{n} begins", f"{n} ends"])]
+        assert calls[-1].result() == [log] * 2
+        assert [len(call.result()[0]) for call in calls[:-1]] == [2, 3, 5, 7, 8]
+        assert cluster.call("doubled", data)["x"].tolist() == [0, 2, 4, 6]
+        assert cluster.submit_remote("doubled", data).result().get()["x"].tolist() == [0, 2, 4, 6]
+        with pytest.raises(WorkerFailed, match="HoldsLock: the server is away"):
+            cluster.call("fail_while_asking")
+
+
+def test_arguments_that_the_constructor_does_not_take_are_refused_on_the_driver(placement: Placement) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bad_rank'"):
+        Cluster(Worker, role="single", degrees=ParallelDegrees(1), placement=placement, worker_kwargs={"bad_rank": 1})
+    assert placement.clusters == []
+
+
+def test_a_batch_that_asks_for_padding_is_filled_up(placement: Placement) -> None:
+    data = DataProto.from_dict({"x": torch.arange(5)}, auto_padding=True)
+    with Cluster(Probe, role="probe", degrees=ParallelDegrees(2), placement=placement) as cluster:
+        assert cluster.call("scaled", data, scale=3)["y"].tolist() == [0, 3, 6, 9, 12]
+        message = "5 rows does not divide among dp 2 groups; auto_padding holds for methods .* returns_batch=True"
+        with pytest.raises(ValueError, match=message):
+            cluster.call("rows", data)  # whose list of results could not be cut
 
 
 def test_results_may_stay_with_the_workers(placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
