@@ -221,8 +221,9 @@ class HfStrategy(TrainStrategy):
         if not (Path(folder) / "state.pt").is_file():
             raise ValueError(f"{folder} is not a checkpoint of strategy hf: it holds no state.pt")
         state = torch.load(Path(folder) / "state.pt", map_location=self.device, weights_only=True)
+        steps = continued_steps(state, settings)
         trained.load_state_dict(state)
-        self.steps = continued_steps(state["progress"], settings)
+        self.steps = steps
         self._end_of_schedule = EndOfSchedule(settings)
 
     def save_hf(self, folder: Path) -> None:

@@ -165,11 +165,10 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
     def load_checkpoint(self, folder: Path) -> None:
         sharded, _ = sharded_training_state(self.gpt, self.optimizer, self.state)
         loaded = load_sharded(Path(folder), {"tensors": sharded})
+        steps = continued_steps(loaded, self.optimizer_settings, speaks=self.state.rank == 0)
         restore_training_state(self.gpt, self.optimizer, self.state, loaded["tensors"], loaded["adam_steps"])
         # Megatron-Core's own `load_state_dict` adds to the steps that were taken, and brings the old settings back.
-        self.schedule.num_steps = continued_steps(
-            loaded["progress"], self.optimizer_settings, speaks=self.state.rank == 0
-        )
+        self.schedule.num_steps = steps
         self.schedule.step(increment=0)
         self._end_of_schedule = EndOfSchedule(self.optimizer_settings)
 

@@ -7,6 +7,7 @@ kept for one reason, to name what has changed.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from roll.config import OptimizerSettings
@@ -19,14 +20,20 @@ def progress_of(settings: OptimizerSettings, steps: int) -> dict[str, Any]:
     return {"steps": steps, "settings": settings.model_dump(mode="json")}
 
 
-def continued_steps(progress: dict[str, Any], settings: OptimizerSettings, *, speaks: bool = True) -> int:
-    """Steps that the checkpoint has seen.
+def continued_steps(checkpoint: Mapping[str, Any], settings: OptimizerSettings, *, speaks: bool = True) -> int:
+    """Steps that the checkpoint has seen. Called before anything is replaced.
 
     Args:
-        progress: from `progress_of`.
+        checkpoint: what was loaded; its entry `progress` is from `progress_of`.
         settings: those of this run.
         speaks: whether this rank logs a warning that names each changed setting, old and new.
+
+    Raises:
+        ValueError: there is no such entry; earlier versions wrote checkpoints without it.
     """
+    if "progress" not in checkpoint:
+        raise ValueError("the checkpoint is of an earlier version of roll: it does not say what settings made it")
+    progress = checkpoint["progress"]
     changes = changed_settings(progress["settings"], settings)
     if changes and speaks:
         logger.warning("optimizer settings of this run replace the checkpoint's: %s", "; ".join(changes))
