@@ -80,7 +80,5 @@ def whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
     check_finite(mask, values=values)
     exact = select(values, mask).double()
     centred = exact - masked_mean(exact, mask)
-    # Again: the rounding of a large mean would be the whole spread of equal values.
-    centred = centred - masked_mean(centred, mask)
     variance = masked_mean(centred.square(), mask)
     return select(centred * torch.rsqrt(variance + eps), mask).to(values.dtype)
