@@ -11,7 +11,7 @@ from roll.algorithms.kl import (
     token_kl,
 )
 from roll.algorithms.losses import cross_entropy, entropy_loss, policy_loss, value_loss
-from roll.algorithms.masking import masked_mean, masked_sum, whiten
+from roll.algorithms.masking import check_finite, masked_mean, masked_sum, whiten
 
 __all__ = [
     "AdaptiveKLController",
@@ -20,6 +20,7 @@ __all__ = [
     "KLEstimator",
     "LossAggregation",
     "aggregate_loss",
+    "check_finite",
     "cross_entropy",
     "entropy_loss",
     "generalized_advantage_estimation",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from roll.algorithms.masking import check_same_shape, select
+from roll.algorithms.masking import check_finite, check_same_shape, select
 
 
 @torch.no_grad()
@@ -25,22 +25,29 @@ def token_rewards(scores: Tensor, kl: Tensor, kl_coef: float, mask: Tensor) -> T
     Args:
         scores: [B] floating point, one score per response.
         kl: [B, S-1] per-token KL estimate of the policy to the reference.
-        kl_coef: weight of the KL penalty.
+        kl_coef: weight of the KL penalty; at 0 `kl` is not looked at.
         mask: [B, S-1], response tokens.
 
     Returns:
         [B, S-1] in kl's dtype, zero where masked. A row without response tokens has no place for its score: all zeros.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not fit; or a score, a KL or a reward that is not finite, with its row.
     """
     if scores.shape != kl.shape[:1]:
         raise ValueError(f"scores must hold one number per row: scores {list(scores.shape)}, kl {list(kl.shape)}")
-    penalty = kl_coef * select(kl, mask)
-    keep = mask != 0
+    kl, keep = select(kl, mask), mask != 0
+    check_finite(keep.any(dim=1), scores=scores)
+    if kl_coef == 0:  # 0 * inf is nan.
+        penalty = torch.zeros_like(kl)
+    else:
+        check_finite(kl=kl)
+        penalty = kl_coef * kl
     left = keep.flip(1).cumsum(1).flip(1)  # response tokens from here to the end of the row
     is_last = keep & (left == 1)
-    return torch.where(is_last, scores.to(penalty.dtype)[:, None] - penalty, -penalty)
+    rewards = torch.where(is_last, scores.to(penalty.dtype)[:, None] - penalty, -penalty)
+    check_finite(rewards=rewards)  # A product or a sum can leave the range of the dtype.
+    return rewards
 
 
 @torch.no_grad()
@@ -70,12 +77,14 @@ def generalized_advantage_estimation(
         advantages and returns, [B, S-1], zero where masked; they carry no gradient.
 
     Raises:
-        ValueError: unequal shapes, or gamma or lam outside 0 to 1.
+        ValueError: unequal shapes, gamma or lam outside 0 to 1, or a reward, value or advantage that is not finite,
+            with its row.
     """
     check_same_shape(rewards=rewards, values=values, mask=mask)
     for name, number in (("gamma", gamma), ("lam", lam)):
         if not 0 <= number <= 1:
             raise ValueError(f"{name} must lie between 0 and 1, got {number}")
+    check_finite(mask, rewards=rewards, values=values)
     rewards, values, keep = select(rewards, mask), select(values, mask), mask != 0
     advantages = torch.zeros_like(values)
     next_value = next_advantage = values.new_zeros(values.shape[0])
@@ -86,4 +95,6 @@ def generalized_advantage_estimation(
         next_value = torch.where(keep[:, t], values[:, t], next_value)
         next_advantage = torch.where(keep[:, t], advantage, next_advantage)
         advantages[:, t] = torch.where(keep[:, t], advantage, 0.0)
-    return advantages, advantages + values
+    returns = advantages + values
+    check_finite(advantages=advantages, returns=returns)
+    return advantages, returns

@@ -12,10 +12,14 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from roll.algorithms.masking import check_same_shape, select
+from roll.algorithms.masking import check_finite, check_same_shape, select
 
 KLEstimator = Literal["k1", "k2", "k3", "abs"]
 KLControllerKind = Literal["fixed", "adaptive"]
+
+# Bounds of `k3`, those of verl (verl/trainer/ppo/core_algos.py, `kl_penalty_forward`); Schulman's note has none.
+MAX_LOG_RATIO = 20.0
+MAX_K3 = 10.0
 
 
 def token_kl(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, estimator: KLEstimator) -> Tensor:
@@ -25,7 +29,8 @@ def token_kl(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, estimator: 
 
     - `k1`: -log r. Unbiased; its sign varies from token to token.
     - `k2`: (log r)^2 / 2. Biased, low variance.
-    - `k3`: (r - 1) - log r. Unbiased and never negative; inf where the reference is e^89 times the policy (fp32).
+    - `k3`: (r - 1) - log r. Unbiased and never negative. It grows as r does, so log r is clamped to +-20 and the
+      estimate to 10: one token of log r = 100 would outweigh a batch, or overflow. A clamped token has no gradient.
     - `abs`: |log r|. Not an estimate of the KL, but a distance that never rewards.
 
     Args:
@@ -37,11 +42,12 @@ def token_kl(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, estimator: 
         [B, S-1], zero (with zero gradient) where masked.
 
     Raises:
-        ValueError: unknown estimator, or unequal shapes.
+        ValueError: unknown estimator, unequal shapes, or a kept log-prob that is not finite, with its row.
     """
     if estimator not in get_args(KLEstimator):
         raise ValueError(f"kl.estimator must be one of {', '.join(get_args(KLEstimator))}, got {estimator!r}")
     check_same_shape(log_probs=log_probs, ref_log_probs=ref_log_probs, mask=mask)
+    check_finite(mask, log_probs=log_probs, ref_log_probs=ref_log_probs)
     # Selected before exp: the gradient of exp at a masked inf would be 0 * inf. The estimators map 0 to 0.
     log_ratio = select(ref_log_probs - log_probs, mask)
     if estimator == "k1":
@@ -49,7 +55,9 @@ def token_kl(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, estimator: 
     if estimator == "k2":
         return 0.5 * log_ratio.square()
     if estimator == "k3":
-        return torch.expm1(log_ratio) - log_ratio  # expm1: r - 1 of a nearly equal reference would be all rounding
+        log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        # expm1: r - 1 of a nearly equal reference would be all rounding.
+        return (torch.expm1(log_ratio) - log_ratio).clamp(max=MAX_K3)
     return log_ratio.abs()
 
 
@@ -77,7 +85,7 @@ class KLController(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, float | str]) -> None:
-        """Continue from `state`. Raises ValueError if it was saved by a controller of another kind."""
+        """Continue from `state`. Raises ValueError if it is of a controller of another kind, or no usable weight."""
 
     def _check_kind(self, state: dict[str, float | str]) -> None:
         if state["kind"] != self.kind:
@@ -113,6 +121,9 @@ class AdaptiveKLController(KLController):
 
     kind: KLControllerKind = "adaptive"
     MAX_ERROR = 0.2
+    # Bounds of the weight, far from any use: 0 could never grow again, and products stay in the range of fp32.
+    MIN_COEF = 1e-30
+    MAX_COEF = 1e30
 
     def __init__(self, coef: float, target: float, horizon: float) -> None:
         """
@@ -145,14 +156,18 @@ class AdaptiveKLController(KLController):
                 f"{self.MAX_ERROR * num_samples:g}, or the weight could turn negative"
             )
         error = min(max(kl / self.target - 1, -self.MAX_ERROR), self.MAX_ERROR)
-        self._coef *= 1 + error * num_samples / self.horizon
+        coef = self._coef * (1 + error * num_samples / self.horizon)
+        self._coef = min(max(coef, self.MIN_COEF), self.MAX_COEF)
 
     def state_dict(self) -> dict[str, float | str]:
         return {"kind": self.kind, "value": self._coef}
 
     def load_state_dict(self, state: dict[str, float | str]) -> None:
         self._check_kind(state)
-        self._coef = float(state["value"])
+        coef = float(state["value"])
+        if not (math.isfinite(coef) and coef > 0):
+            raise ValueError(f"the state of the KL controller has weight {coef}, it must be a finite number above 0")
+        self._coef = coef
 
 
 def make_kl_controller(

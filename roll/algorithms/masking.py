@@ -20,6 +20,23 @@ def check_same_shape(**tensors: Tensor) -> None:
         raise ValueError(f"these tensors must have one shape: {shapes}")
 
 
+def check_finite(mask: Tensor | None = None, **tensors: Tensor) -> None:
+    """Raise ValueError if a named tensor has a NaN or an infinity where the mask keeps it: its name, row and value.
+
+    For what is computed once a step from the outside (rewards, advantages). Losses check nothing: a fault there shows
+    in the gradient's norm, and the step is skipped.
+
+    Args:
+        mask: of the tensors' shape; None keeps everything.
+        tensors: `[B, ...]`.
+    """
+    for name, tensor in tensors.items():
+        wrong = ~tensor.isfinite() if mask is None else ~select(tensor, mask).isfinite()
+        if wrong.any():
+            place = wrong.nonzero()[0].tolist()
+            raise ValueError(f"{name}: row {place[0]} has {tensor[tuple(place)].item()}, which is not finite")
+
+
 def select(values: Tensor, mask: Tensor) -> Tensor:
     """`values` where the mask keeps them, zero (with zero gradient) elsewhere. A new tensor of the same shape.
 
@@ -46,14 +63,22 @@ def whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
     """Shift and scale the kept values to mean 0 and variance 1 over the whole batch; zero elsewhere.
 
     The variance is that of the population (divided by the count, as in OpenAI baselines' `ppo2`), so one kept value
-    gives 0 and none gives all zeros. `eps` is added to the variance. Moments are taken in fp64: the spread of
-    advantages may be small beside their mean. Give it the batch of all data-parallel ranks; whitened shares differ.
+    gives 0, equal values give 0, and none gives all zeros. `eps` is added to the variance. Moments are taken in fp64:
+    the spread of advantages may be small beside their mean. Give it the batch of all data-parallel ranks; whitened
+    shares differ.
 
     Args:
         values: [B, S-1] floating point.
         mask: [B, S-1].
+        eps: above 0.
+
+    Raises:
+        ValueError: unequal shapes, a kept value that is not finite (with its row), or eps not above 0.
     """
+    if not eps > 0:
+        raise ValueError(f"eps must be above 0, got {eps}")
+    check_finite(mask, values=values)
     exact = select(values, mask).double()
-    mean = masked_mean(exact, mask)
-    variance = masked_mean((exact - mean).square(), mask)
-    return select((exact - mean) * torch.rsqrt(variance + eps), mask).to(values.dtype)
+    centred = exact - masked_mean(exact, mask)
+    variance = masked_mean(centred.square(), mask)
+    return select(centred * torch.rsqrt(variance + eps), mask).to(values.dtype)

@@ -19,13 +19,18 @@ class KLSettings(Settings):
     kind: Literal["fixed", "adaptive"] = "fixed"
     """Whether the weight stays `coef`, or follows the measured KL towards `target`."""
     coef: NonNegativeFloat
-    """Weight of the penalty (of the first step, if adaptive)."""
+    """Weight of the penalty (of the first step, if adaptive). 0: no penalty, no reference, and no `kl` is measured."""
     target: PositiveFloat | None = None
     """KL that an adaptive weight steers to; a fixed one ignores it."""
     horizon: PositiveFloat = 10000
     """Responses over which an adaptive weight changes by its relative error; a fixed one ignores it."""
     estimator: Literal["k1", "k2", "k3", "abs"] = "k1"
     """How KL is estimated from the log-probabilities of the sampled tokens."""
+
+    @property
+    def penalises(self) -> bool:
+        """Whether there is a penalty, and so a reference."""
+        return self.coef > 0
 
     def checks(self) -> Iterable[Check]:
         return (self._adaptive_has_a_target, self._adaptive_can_grow)
@@ -63,7 +68,7 @@ class PPOSettings(Settings):
     value_clip: PositiveFloat | None = 0.2
     """How far a value may move from the one at sampling time before its loss is clipped; null: never clipped."""
     entropy_coef: NonNegativeFloat = 0.0
-    """Weight of the entropy bonus in the policy's loss."""
+    """Weight of the entropy bonus in the policy's loss; 0: the loss computes no entropy."""
     kl: KLSettings
     """The penalty for leaving the reference."""
     loss_agg: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"

@@ -22,7 +22,8 @@ def in_transformers(model: ModelConfig) -> ModelConfig:
 
 def build_transformers_model(model: ModelConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A model with unset weights; fill it with `load_tensors`."""
-    config = AutoConfig.for_model(**in_transformers(model).to_hf_dict())
+    # Without `pad_token_id`: torch gives the embedding of that id no gradient, and it may be that of a real token.
+    config = AutoConfig.for_model(**(in_transformers(model).to_hf_dict() | {"pad_token_id": None}))
     return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 

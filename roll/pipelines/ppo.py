@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from roll.pipelines.sft import FINAL_MODEL
 from roll.pipelines.tracker import EVALUATION, RunTracker, Sample
 from roll.pipelines.warm_start import find_model, make_model
 from roll.protocol import DataProto
+from roll.strategies.progress import end_of_schedule, rate_zero_message
 from roll.workers import Cluster, start_ray
 
 
@@ -75,6 +77,8 @@ class PPOPipeline:
     def run(self) -> None:
         """All steps, with an evaluation before the first, every `eval_every` steps, and after the last."""
         ppo = self.config.ppo
+        for note in rate_zero_notes(self.config):
+            self.tracker.note(note)
         self.sync_weights()
         self.tracker.log(0, self.evaluate())
         for step in range(1, ppo.steps + 1):
@@ -91,7 +95,8 @@ class PPOPipeline:
         batch = self.score(batch)
         batch = self.look_up(batch)
         batch, metrics = add_advantages(batch, self.config.ppo, self.kl_controller.value)
-        self.kl_controller.update(metrics["kl"], len(batch))
+        if "kl" in metrics:
+            self.kl_controller.update(metrics["kl"], len(batch))
         # Where both name a metric (entropy), it is the sampling policy's: the losses' is a mean over later ones.
         metrics = self.learn(step, batch) | metrics
         self.sync_weights()
@@ -110,15 +115,20 @@ class PPOPipeline:
             return batch.union(self.roles.reward.call("score", batch))
 
     def look_up(self, batch: DataProto) -> DataProto:
-        """Add what the models say of the sampled tokens: `log_probs`, `entropy`, `ref_log_probs`, `values`."""
+        """Add what the models say of the sampled tokens: `log_probs`, `entropy`, `values`; and of a reference, if there
+        is one, `ref_log_probs`.
+        """
         tokens = batch.select(["input_ids", "attention_mask", "response_mask"], [])
         roles = self.roles
         with self.tracker.phase("log_probs"):
             policy = roles.actor.submit("compute_log_probs", self._planned(tokens, roles.actor))
-            reference = roles.reference.submit("compute_log_probs", self._planned(tokens, roles.reference))
+            reference = None
+            if roles.reference is not None:
+                reference = roles.reference.submit("compute_log_probs", self._planned(tokens, roles.reference))
             values = roles.critic.submit("compute_values", self._planned(tokens, roles.critic))
             batch = batch.union(policy.result())
-            batch = batch.union(DataProto.from_dict({"ref_log_probs": reference.result()["log_probs"]}))
+            if reference is not None:
+                batch = batch.union(DataProto.from_dict({"ref_log_probs": reference.result()["log_probs"]}))
             return batch.union(values.result())
 
     def learn(self, step: int, batch: DataProto) -> StepMetrics:
@@ -171,6 +181,18 @@ class PPOPipeline:
 
     def _seed(self, step: int) -> int:
         return self.config.seed * 1_000_003 + step
+
+
+def rate_zero_notes(config: PPOConfig) -> Iterator[str]:
+    """One sentence for each trained role whose schedule decays to 0 before the run ends."""
+    ppo = config.ppo
+    updates_per_step = ppo.epochs * ppo.rows_per_step // ppo.mini_batch_size
+    steps = {"actor": max(0, ppo.steps - ppo.critic_warmup_steps), "critic": ppo.steps}
+    for role in ("actor", "critic"):
+        optimizer = getattr(config, role).optimizer
+        end = end_of_schedule(optimizer)
+        if end is not None and steps[role] * updates_per_step > end:
+            yield f"{role}: {rate_zero_message(optimizer, end)}"
 
 
 def _means(prefix: str, steps: list[StepMetrics]) -> StepMetrics:

@@ -23,14 +23,18 @@ class Roles:
 
     actor: Cluster
     critic: Cluster
-    reference: Cluster
+    reference: Cluster | None
+    """None without a KL penalty."""
     rollout: Cluster
     reward: Cluster
 
 
 def ranks_of_roles(config: PPOConfig) -> dict[str, int]:
-    """How many ranks each role has."""
-    ranks = {role: getattr(config, role).world_size for role in ("actor", "critic", "reference", "rollout")}
+    """How many ranks each role has; there is a reference only for a KL penalty."""
+    models = ("actor", "critic", "reference", "rollout")
+    ranks = {
+        role: getattr(config, role).world_size for role in models if role != "reference" or config.ppo.kl.penalises
+    }
     return ranks | {"reward": 1}
 
 
@@ -68,7 +72,7 @@ def start_roles(config: PPOConfig, model: Path, tokenizer: PreTrainedTokenizerBa
     roles = Roles(
         actor=start_model("actor", ActorWorker),
         critic=start_model("critic", CriticWorker),
-        reference=start_model("reference", ReferenceWorker),
+        reference=start_model("reference", ReferenceWorker) if config.ppo.kl.penalises else None,
         rollout=start(
             "rollout",
             RolloutWorker,
@@ -80,7 +84,8 @@ def start_roles(config: PPOConfig, model: Path, tokenizer: PreTrainedTokenizerBa
         ),
         reward=start("reward", RewardWorker, ParallelDegrees(1), function=config.reward.function, tokenizer=model),
     )
-    loading = [cluster.submit("initialize") for cluster in (roles.actor, roles.critic, roles.reference, roles.rollout)]
+    models = (roles.actor, roles.critic, roles.reference, roles.rollout)
+    loading = [cluster.submit("initialize") for cluster in models if cluster is not None]
     for pending in loading:
         pending.result()
     return roles

@@ -23,8 +23,9 @@ from roll.pipelines.records import replace_file
 from roll.pipelines.sft_settings import differences, shaping_settings
 from roll.strategies.base import TrainStrategy
 
-MAY_CHANGE = frozenset({"steps", "world_size", "parallel", "micro_num"})
-"""Settings that may be others after a checkpoint than before it."""
+MAY_CHANGE = frozenset({"steps", "world_size", "parallel", "micro_num", "optimizer"})
+"""Settings that may be others after a checkpoint than before it. The strategy names what changed in `optimizer`: a run
+whose schedule has ended is extended with a larger `optimizer.total_steps`."""
 
 
 class SFTCheckpoints:

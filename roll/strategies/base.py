@@ -41,6 +41,12 @@ The loss is the sum over this micro-batch's tokens of a per-token loss already d
 Metrics = dict[str, float]
 
 
+def check_response_mask(batch: DataProto) -> None:
+    """Raise ValueError if the batch does not say which tokens are learned from."""
+    if "response_mask" not in batch.tensors:
+        raise ValueError("a training batch needs `response_mask`: which tokens are learned from")
+
+
 class InferenceStrategy(ABC):
     """Runs a model forward over whole batches."""
 
@@ -132,7 +138,12 @@ class TrainStrategy(InferenceStrategy):
 
     @abstractmethod
     def load_checkpoint(self, folder: Path) -> None:
-        """Continue from `save_checkpoint`, under these or other degrees. Collective."""
+        """Continue from `save_checkpoint`, under these or other degrees. Collective.
+
+        The checkpoint replaces the progress of this strategy: weights, moments, and the steps that optimizer and
+        schedule have taken, whatever the strategy did before. The settings of this run hold; a warning names those of
+        `optimizer` that were others, old and new.
+        """
 
     @abstractmethod
     def save_hf(self, folder: Path) -> None:

@@ -29,9 +29,11 @@ from roll.models.transformers_model import (
 )
 from roll.platform import get_platform
 from roll.protocol import DataProto, check_model_batch, count_loss_tokens
-from roll.strategies.base import ForwardFunc, LossFunc, Metrics, ModelOutput, TrainStrategy
+from roll.strategies.base import ForwardFunc, LossFunc, Metrics, ModelOutput, TrainStrategy, check_response_mask
 from roll.strategies.buckets import in_buckets
 from roll.strategies.learning_rate import learning_rate
+from roll.strategies.master_weights import MasterWeights
+from roll.strategies.progress import EndOfSchedule, continued_steps, progress_of
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,13 @@ class PaddedOutput(ModelOutput):
     mask: Tensor
     """`[b, S]` bool: the real tokens."""
 
+    def wanted(self, attention_mask: Tensor) -> Tensor:
+        """`[b, S-1]` bool: token t is real and token t+1 is wanted."""
+        return self.mask[:, :-1] & attention_mask[:, 1:].bool()
+
     def where_wanted(self, results: Tensor, attention_mask: Tensor) -> Tensor:
-        """`[b, S-1]` results where token t is real and token t+1 is wanted, else zero."""
-        return torch.where(self.mask[:, :-1] & attention_mask[:, 1:].bool(), results, 0.0)
+        """`[b, S-1]` results where they are wanted, else zero."""
+        return torch.where(self.wanted(attention_mask), results, 0.0)
 
 
 class HfStrategy(TrainStrategy):
@@ -57,6 +63,7 @@ class HfStrategy(TrainStrategy):
         super().__init__(settings)
         self.model_config = ModelConfig.from_folder(settings.model_path)
         self.device = get_platform().device()
+        self.trained: MasterWeights | None = None
         self.steps = 0
 
     def initialize(self) -> None:
@@ -71,18 +78,8 @@ class HfStrategy(TrainStrategy):
         for name in shapes:
             self.update_weights(dict(to_family(self.model_config, [(name, source.part(name, None, 0, 1))])))
         if settings.optimizer is not None:
-            weights = [weight for _, weight in self._weights()]
-            groups: list[dict[str, Any]] = [
-                {"params": [weight for weight in weights if weight.ndim > 1]},
-                {"params": [weight for weight in weights if weight.ndim == 1], "weight_decay": 0.0},
-            ]
-            self.optimizer = torch.optim.AdamW(
-                groups,
-                lr=settings.optimizer.lr,
-                betas=settings.optimizer.betas,
-                eps=settings.optimizer.eps,
-                weight_decay=settings.optimizer.weight_decay,
-            )
+            self.trained = MasterWeights(dict(self._weights()), settings.optimizer)
+            self._end_of_schedule = EndOfSchedule(settings.optimizer)
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         """What this model is made of, under transformers' names."""
@@ -98,11 +95,14 @@ class HfStrategy(TrainStrategy):
         Raises:
             ValueError: a tensor is unknown or has another shape.
         """
-        rest = dict(bucket)
+        rest, filled = dict(bucket), set()
         if self.settings.head == "value" and "v_head.weight" in rest:
             with torch.no_grad():
                 self.value_head.weight.copy_(rest.pop("v_head.weight"))
-        load_tensors(self.network, self.model_config, rest.items())
+            filled.add("v_head.weight")
+        filled |= load_tensors(self.network, self.model_config, rest.items())
+        if self.trained is not None:
+            self.trained.follow_model(filled & self.trained.weights.keys())
 
     def get_data_input(self, batch: DataProto, keys: Sequence[str] | None = None) -> DataProto:
         if keys is not None:
@@ -122,8 +122,12 @@ class HfStrategy(TrainStrategy):
     def inner_forward_step(self, micro_batch: DataProto) -> PaddedOutput:
         """The model's output for one micro-batch."""
         mask = micro_batch["attention_mask"]
+        if len(mask) == 0:  # transformers' layers cannot reshape it.
+            shape = mask.shape if self.settings.head == "value" else (*mask.shape, self.model_config.vocab_size)
+            return PaddedOutput(torch.zeros(shape, device=self.device), mask.bool())
         inputs = {
-            "input_ids": micro_batch["input_ids"],
+            # Padding may hold anything, also ids that no embedding has.
+            "input_ids": micro_batch["input_ids"].masked_fill(mask == 0, 0),
             "attention_mask": mask,
             "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
         }
@@ -154,7 +158,8 @@ class HfStrategy(TrainStrategy):
     ) -> tuple[Tensor, Tensor]:
         assert isinstance(output, PaddedOutput)
         log_softmax = (output.tensor[:, :-1].float() / self.settings.temperature).log_softmax(dim=-1)
-        log_probs = log_softmax.gather(-1, input_ids[:, 1:, None]).squeeze(-1)
+        targets = torch.where(output.wanted(attention_mask), input_ids[:, 1:], 0)
+        log_probs = log_softmax.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
         entropy = -(log_softmax.exp() * log_softmax).sum(dim=-1)
         return output.where_wanted(log_probs, attention_mask), output.where_wanted(entropy, attention_mask)
 
@@ -166,60 +171,63 @@ class HfStrategy(TrainStrategy):
         assert isinstance(output, PaddedOutput)
         return output.where_wanted(output.tensor[:, :-1], attention_mask)
 
-    def _check_trains(self, what: str) -> OptimizerSettings:
-        """The optimizer's settings. Raises ValueError, before anything is touched, if there is no optimizer."""
+    def _training(self, what: str) -> tuple[OptimizerSettings, MasterWeights]:
+        """What updates the weights. Raises ValueError, before anything is touched, if there is no optimizer."""
         if self.settings.optimizer is None:
             raise ValueError(f"strategy hf {what} only when `optimizer` is set; got null")
-        return self.settings.optimizer
+        assert self.trained is not None, "initialize() comes first"
+        return self.settings.optimizer, self.trained
 
     def train_step(self, batch: DataProto, loss_func: LossFunc) -> Metrics:
-        settings = self._check_trains("trains")
+        settings, trained = self._training("trains")
+        check_response_mask(batch)
         batch = self.get_data_input(batch)
         normalizers = count_loss_tokens(batch["response_mask"][:, 1:])
         lr = learning_rate(settings, self.steps)
         if normalizers.tokens == 0:
             return {"loss": 0.0, "grad_norm": 0.0, "lr": lr, "skipped_steps": 1.0}
-        self.optimizer.zero_grad()
+        trained.zero()
         totals: Metrics = {}
         for micro_batch in cut_micro_batches(batch, self.settings.micro_batch, 0)[0]:
             loss, metrics = loss_func(micro_batch.with_normalizers(normalizers), self.inner_forward_step(micro_batch))
             loss.backward()
+            trained.collect()
             for name, value in (metrics | {"loss": loss}).items():
-                totals[name] = totals.get(name, 0.0) + float(value.detach())
-        grad_norm = float(nn.utils.clip_grad_norm_([weight for _, weight in self._weights()], settings.max_grad_norm))
+                totals[name] = totals.get(name, 0.0) + float(torch.as_tensor(value).detach())
+        grad_norm = trained.clip()
         stepped = math.isfinite(grad_norm)
         if stepped:
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
+            self._end_of_schedule.check(self.steps)
+            trained.step(lr)
             self.steps += 1
         return totals | {"grad_norm": grad_norm, "lr": lr, "skipped_steps": float(not stepped)}
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(canonical name, gradient) after `train_step`, clipped."""
-        gradients = {name: weight.grad for name, weight in self._weights() if weight.grad is not None}
-        yield from canonical_tensors(self.model_config, gradients)
+        """(canonical name, fp32 gradient) after `train_step`, clipped."""
+        _, trained = self._training("has gradients")
+        yield from canonical_tensors(self.model_config, trained.gradients())
 
     def model_update(self, bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
         yield from in_buckets(as_family_names(self.model_config, dict(self._weights())), bucket_bytes)
 
     def save_checkpoint(self, folder: Path) -> None:
-        self._check_trains("saves a checkpoint")
+        settings, trained = self._training("saves a checkpoint")
         unfinished = begin_folder(Path(folder))
-        state = {"model": dict(self._weights()), "optimizer": self.optimizer.state_dict(), "steps": self.steps}
-        torch.save(state, unfinished / "state.pt")
+        torch.save(
+            trained.state_dict() | {"progress": progress_of(settings, self.steps)},
+            unfinished / "state.pt",
+        )
         finish_folder(unfinished, Path(folder))
 
     def load_checkpoint(self, folder: Path) -> None:
-        self._check_trains("loads a checkpoint")
+        settings, trained = self._training("loads a checkpoint")
         if not (Path(folder) / "state.pt").is_file():
             raise ValueError(f"{folder} is not a checkpoint of strategy hf: it holds no state.pt")
-        state = torch.load(Path(folder) / "state.pt", weights_only=True)
-        with torch.no_grad():
-            for name, weight in self._weights():
-                weight.copy_(state["model"][name])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.steps = state["steps"]
+        state = torch.load(Path(folder) / "state.pt", map_location=self.device, weights_only=True)
+        steps = continued_steps(state, settings)
+        trained.load_state_dict(state)
+        self.steps = steps
+        self._end_of_schedule = EndOfSchedule(settings)
 
     def save_hf(self, folder: Path) -> None:
         unfinished = begin_folder(Path(folder))

@@ -158,9 +158,12 @@ class MegatronInferStrategy(InferenceStrategy):
 
     @torch.no_grad()
     def token_loss(self, micro_batches: Sequence[TokenMicroBatch]) -> float:
-        """Mean cross-entropy of the labels of all ranks' micro-batches, in nats; on ranks that report, else nan.
+        """Mean cross-entropy of the labels of all ranks' micro-batches, in nats.
 
         Every rank has equally many, and the ranks that share a batch the same (in mode isp each its own part).
+
+        Returns:
+            The same number on every rank of the last pipeline stage, and nan on the other stages; nan without labels.
         """
         own_tokens = [OwnTokens.of(micro_batch, self.split) for micro_batch in micro_batches]
         num_labels = count_labels(own_tokens, self.state, self.model_config.vocab_size, self.device)

@@ -26,10 +26,11 @@ from roll.models.tied_embeddings import sum_tied_gradients
 from roll.parallel.gradient_norm import gradient_norm
 from roll.parallel.state import ParallelState
 from roll.protocol import DataProto, LossNormalizers, count_loss_tokens
-from roll.strategies.base import LossFunc, Metrics, TrainStrategy
+from roll.strategies.base import LossFunc, Metrics, TrainStrategy, check_response_mask
 from roll.strategies.buckets import in_buckets
 from roll.strategies.gradients import Gradients, ReplicatedGradients, ShardedGradients
 from roll.strategies.megatron_infer import MegatronInferStrategy
+from roll.strategies.progress import EndOfSchedule, continued_steps, progress_of
 from roll.strategies.tokens import OwnTokens, TokenMicroBatch, count_labels, token_forward_step
 
 
@@ -64,6 +65,7 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
             pg_collection=self.state.megatron,
         )
         self.schedule = _schedule(self.optimizer_settings, self.optimizer)
+        self._end_of_schedule = EndOfSchedule(self.optimizer_settings)
 
     def train_step(self, batch: DataProto, loss_func: LossFunc) -> Metrics:
         batch = self._deliver(batch, self._check_training_batch)
@@ -116,8 +118,7 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
 
     def _check_training_batch(self, batch: DataProto) -> None:
         self._check_batch(batch)
-        if "response_mask" not in batch.tensors:
-            raise ValueError("a training batch needs `response_mask`: which tokens are learned from")
+        check_response_mask(batch)
 
     def _count_loss_tokens(self, batch: DataProto) -> LossNormalizers:
         """Response tokens and sequences of all shares of the step: what per-token losses are divided by."""
@@ -135,6 +136,8 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
 
     def _update(self, grad_norm: float) -> None:
         """Clip, and take the optimizer's and the schedule's step."""
+        if self.state.rank == 0:
+            self._end_of_schedule.check(self.schedule.num_steps)
         limit = self.optimizer_settings.max_grad_norm
         clip_grad_by_total_norm_fp32(self.optimizer.get_parameters(), limit, grad_norm)
         self.optimizer.step_with_ready_grads()
@@ -156,13 +159,18 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
 
     def save_checkpoint(self, folder: Path) -> None:
         sharded, steps = sharded_training_state(self.gpt, self.optimizer, self.state)
-        save_sharded(Path(folder), {"tensors": sharded, "steps": steps, "schedule": self.schedule.state_dict()})
+        progress = progress_of(self.optimizer_settings, self.schedule.num_steps)
+        save_sharded(Path(folder), {"tensors": sharded, "adam_steps": steps, "progress": progress})
 
     def load_checkpoint(self, folder: Path) -> None:
         sharded, _ = sharded_training_state(self.gpt, self.optimizer, self.state)
         loaded = load_sharded(Path(folder), {"tensors": sharded})
-        restore_training_state(self.gpt, self.optimizer, self.state, loaded["tensors"], loaded["steps"])
-        self.schedule.load_state_dict(loaded["schedule"])
+        steps = continued_steps(loaded, self.optimizer_settings, speaks=self.state.rank == 0)
+        restore_training_state(self.gpt, self.optimizer, self.state, loaded["tensors"], loaded["adam_steps"])
+        # Megatron-Core's own `load_state_dict` adds to the steps that were taken, and brings the old settings back.
+        self.schedule.num_steps = steps
+        self.schedule.step(increment=0)
+        self._end_of_schedule = EndOfSchedule(self.optimizer_settings)
 
     def save_hf(self, folder: Path) -> None:
         save_hf(

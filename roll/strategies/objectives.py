@@ -25,15 +25,20 @@ def policy_objective(strategy: TrainStrategy, ppo: PPOSettings, data: DataProto,
     assert data.normalizers is not None
     response_mask = data["response_mask"]
     mask = response_mask[:, 1:]
-    log_probs, entropy = strategy.op_compute_log_probs_and_entropy(output, data["input_ids"], response_mask)
+    entropy = None
+    if ppo.entropy_coef:
+        log_probs, entropy = strategy.op_compute_log_probs_and_entropy(output, data["input_ids"], response_mask)
+    else:
+        log_probs = strategy.op_compute_log_probs(output, data["input_ids"], response_mask)
     per_token, diagnostics = policy_loss(
         log_probs, data["log_probs"], data["advantages"], mask, ppo.clip_low, ppo.clip_high
     )
-    if ppo.entropy_coef:
-        per_token = per_token + ppo.entropy_coef * entropy_loss(entropy, mask)
-    loss = aggregate_loss(per_token, mask, data.normalizers, ppo.loss_agg)
-    means = {"entropy": entropy, "ratio": diagnostics["ratio"], "clip_fraction": diagnostics["clipped"]}
+    means = {"ratio": diagnostics["ratio"], "clip_fraction": diagnostics["clipped"]}
     means["approx_kl"] = diagnostics["approx_kl"]
+    if entropy is not None:
+        per_token = per_token + ppo.entropy_coef * entropy_loss(entropy, mask)
+        means["entropy"] = entropy
+    loss = aggregate_loss(per_token, mask, data.normalizers, ppo.loss_agg)
     return loss, {name: aggregate_loss(value.detach(), mask, data.normalizers) for name, value in means.items()}
 
 

@@ -54,6 +54,37 @@ def test_a_score_without_a_response_goes_nowhere() -> None:
     assert rewards.tolist() == [[0.0, 0.0], [2.0, 0.0]]
 
 
+def test_a_weight_of_zero_looks_at_no_kl() -> None:
+    kl = torch.tensor([[torch.inf, torch.nan, 1.0]])
+    assert token_rewards(torch.tensor([2.0]), kl, 0.0, torch.ones(1, 3)).tolist() == [[0.0, 0.0, 2.0]]
+
+
+def test_rewards_that_are_not_finite_are_refused_with_their_row() -> None:
+    scores, kl, mask = torch.tensor([1.0, torch.inf]), torch.zeros(2, 2), torch.tensor([[1, 1], [1, 0]])
+    with pytest.raises(ValueError, match=r"^scores: row 1 has inf, which is not finite$"):
+        token_rewards(scores, kl, 0.0, mask)
+    kl[0, 1] = torch.nan
+    with pytest.raises(ValueError, match=r"^kl: row 0 has nan, which is not finite$"):
+        token_rewards(torch.ones(2), kl, 0.1, mask)
+    kl[0, 1] = 1e38  # Finite, but fp32 ends at 3.4e38.
+    with pytest.raises(ValueError, match=r"^rewards: row 0 has -inf, which is not finite$"):
+        token_rewards(torch.ones(2), kl, 10.0, mask)
+
+
+def test_values_and_advantages_that_are_not_finite_are_refused_with_their_row() -> None:
+    rewards, values, mask = torch.zeros(2, 2), torch.zeros(2, 2), torch.tensor([[1, 0], [1, 1]])
+    values[0, 1] = torch.nan  # masked
+    rewards[1, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"^rewards: row 1 has nan, which is not finite$"):
+        generalized_advantage_estimation(rewards, values, mask, 1.0, 1.0)
+    rewards[1, 0], values[1, 1] = 0.0, -torch.inf
+    with pytest.raises(ValueError, match=r"^values: row 1 has -inf, which is not finite$"):
+        generalized_advantage_estimation(rewards, values, mask, 1.0, 1.0)
+    rewards[1], values[1, 1] = 3e38, 0.0
+    with pytest.raises(ValueError, match=r"^advantages: row 1 has inf, which is not finite$"):
+        generalized_advantage_estimation(rewards, values, mask, 1.0, 1.0)
+
+
 def test_scores_must_fit_the_rows() -> None:
     for shape in ((3,), (2, 1), ()):
         with pytest.raises(ValueError, match=r"kl \[2, 4\]"):

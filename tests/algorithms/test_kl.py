@@ -71,6 +71,29 @@ def test_k3_of_nearly_equal_policies_keeps_its_digits() -> None:
     assert kl.item() == pytest.approx(difference**2 / 2, rel=1e-3)
 
 
+def test_k3_is_bounded_as_verls_is() -> None:
+    # e^x - 1 - x, of x within +-20, at most 10: e^100 and e^3 - 4 = 16.1 are over it, and so is 30 - 1 of -30.
+    log_ratios = torch.tensor([[100.0, 3.0, 2.0, -5.0, -30.0, 0.0]])
+    log_probs = torch.zeros(1, 6, requires_grad=True)
+    kl = token_kl(log_probs, log_ratios, torch.ones(1, 6), "k3")
+    expected = [10.0, 10.0, math.exp(2) - 3, math.exp(-5) + 4, 10.0, 0.0]
+    assert kl[0].tolist() == pytest.approx(expected, rel=1e-6)
+    kl.sum().backward()  # By the policy's log-prob: 1 - r, and 0 where the bound holds.
+    assert grad(log_probs)[0].tolist() == pytest.approx([0, 0, 1 - math.exp(2), 1 - math.exp(-5), 0, 0], rel=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_log_prob_that_is_not_finite_is_refused_with_its_row(estimator: KLEstimator) -> None:
+    good, bad = torch.full((3, 2), -1.0), torch.full((3, 2), -1.0)
+    bad[1, 0] = math.nan  # masked
+    bad[2, 1] = -math.inf
+    mask = torch.tensor([[1, 1], [0, 1], [1, 1]])
+    with pytest.raises(ValueError, match=r"^ref_log_probs: row 2 has -inf, which is not finite$"):
+        token_kl(good, bad, mask, estimator)
+    with pytest.raises(ValueError, match=r"^log_probs: row 2 has -inf, which is not finite$"):
+        token_kl(bad, good, mask, estimator)
+
+
 def test_unknown_estimator_and_unequal_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"kl.estimator must be one of k1, k2, k3, abs, got 'k4'"):
         token_kl(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), "k4")  # type: ignore[arg-type]
@@ -119,6 +142,22 @@ def test_adaptive_weight_stays_above_zero(divergences: list[float], num_samples:
     for kl in divergences:
         controller.update(kl, num_samples)
         assert controller.value > 0
+
+
+def test_adaptive_weight_neither_vanishes_nor_overflows() -> None:
+    for kl, bound in ((0.0, 1e-30), (9.0, 1e30)):
+        controller = AdaptiveKLController(coef=0.1, target=0.5, horizon=10)
+        for _ in range(2000):
+            controller.update(kl, 40)
+        assert controller.value == bound
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, -1.0])
+def test_a_state_without_a_usable_weight_is_refused(value: float) -> None:
+    controller = AdaptiveKLController(coef=0.1, target=0.5, horizon=100)
+    with pytest.raises(ValueError, match=f"weight {value}, it must be a finite number above 0"):
+        controller.load_state_dict({"kind": "adaptive", "value": value})
+    assert controller.value == 0.1
 
 
 def test_adaptive_controller_refuses_what_would_spoil_it() -> None:

@@ -78,6 +78,19 @@ def test_whiten_of_equal_values_is_zero() -> None:
     assert whiten(values, torch.ones(3, 7)).dtype == torch.float32
 
 
+@pytest.mark.parametrize("value", [0.1, 1e12, -3e38])
+def test_whiten_of_equal_values_is_zero_however_large(value: float) -> None:
+    assert whiten(torch.full((3, 7), value), torch.ones(3, 7)).abs().max().item() < 1e-6
+
+
+def test_whiten_refuses_what_it_cannot_scale() -> None:
+    values, mask = torch.tensor([[1.0, math.nan], [2.0, math.inf]]), torch.tensor([[1, 0], [1, 1]])
+    with pytest.raises(ValueError, match=r"^values: row 1 has inf, which is not finite$"):
+        whiten(values, mask)
+    with pytest.raises(ValueError, match=r"^eps must be above 0, got 0$"):  # 0 / 0 of equal values
+        whiten(torch.ones(1, 2), torch.ones(1, 2), eps=0)
+
+
 @pytest.mark.parametrize("function", [masked_sum, masked_mean, whiten])
 def test_shapes_must_agree(function: Callable[[Tensor, Tensor], Tensor]) -> None:
     with pytest.raises(ValueError, match=r"values \[2, 3\], mask \[2, 4\]"):

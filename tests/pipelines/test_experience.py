@@ -66,3 +66,57 @@ def test_whitened_advantages_have_mean_zero_and_variance_one() -> None:
     kept = learned["advantages"][batch()["response_mask"][:, 1:].bool()]
     assert float(kept.mean()) == pytest.approx(0.0, abs=1e-6)
     assert float(kept.var(unbiased=False)) == pytest.approx(1.0, rel=1e-4)
+
+
+def twenty_tokens(log_ratio: float) -> DataProto:
+    """Four responses of five tokens with advantages -1 and 1 before the penalty; the first token has the log ratio."""
+    mask = torch.ones(4, 6, dtype=torch.long)
+    mask[:, 0] = 0
+    zeros, reference = torch.zeros(4, 5), torch.zeros(4, 5)
+    reference[0, 0] = log_ratio
+    return DataProto.from_dict(
+        {
+            "response_mask": mask,
+            "scores": torch.tensor([1.0, -1.0, 1.0, -1.0]),
+            "exact": torch.zeros(4),
+            "log_probs": zeros,
+            "ref_log_probs": reference,
+            "values": zeros.clone(),
+            "entropy": zeros.clone(),
+        }
+    )
+
+
+def test_one_enormous_log_ratio_leaves_all_advantages_finite() -> None:
+    # k3 of 100 is 10: the first token's reward is -0.1 * 10, and with gamma 1 its advantage 1 - 1 = 0.
+    settings = {"gamma": 1.0, "kl": KLSettings(coef=0.1, estimator="k3")}
+    learned, metrics = add_advantages(twenty_tokens(100.0), ppo(**settings), kl_coef=0.1)
+    expected = torch.tensor([[1.0], [-1.0], [1.0], [-1.0]]).expand(4, 5).clone()
+    expected[0, 0] = 0.0
+    torch.testing.assert_close(learned["advantages"], expected)
+    assert metrics["kl"] == pytest.approx(10 / 4)
+    # Mean -1/20, mean square 19/20.
+    whitened, _ = add_advantages(twenty_tokens(100.0), ppo(**settings, whiten_advantages=True), kl_coef=0.1)
+    torch.testing.assert_close(whitened["advantages"], (expected + 0.05) / (0.95 - 0.05**2) ** 0.5)
+
+
+def test_without_a_penalty_the_reference_is_not_looked_at() -> None:
+    settings = ppo(gamma=1.0, whiten_advantages=True, kl=KLSettings(coef=0.0, estimator="k3"))
+    expected = torch.tensor([[1.0], [-1.0], [1.0], [-1.0]]).expand(4, 5)
+    for log_ratio in (100.0, float("inf")):
+        learned, metrics = add_advantages(twenty_tokens(log_ratio), settings, kl_coef=0.0)
+        torch.testing.assert_close(learned["advantages"], expected)
+        assert "kl" not in metrics and metrics["kl_coef"] == 0.0
+    rest = [name for name in twenty_tokens(0.0).tensors if name != "ref_log_probs"]
+    learned, _ = add_advantages(twenty_tokens(0.0).select(rest), settings, kl_coef=0.0)
+    torch.testing.assert_close(learned["advantages"], expected)
+
+
+@pytest.mark.parametrize("name", ["scores", "log_probs", "ref_log_probs", "values"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_refused_with_its_row(name: str, value: float) -> None:
+    faulty = batch().clone()
+    faulty[name][1, ...] = value
+    settings = ppo(reward_clip=2.0)  # It would turn an infinite score into 2.
+    with pytest.raises(ValueError, match=rf"^{name}: row 1 has {value}, which is not finite$"):
+        add_advantages(faulty, settings, kl_coef=0.1)

@@ -14,9 +14,9 @@ import torch
 from rich.console import Console
 
 from roll.config import PPOConfig, load_config
-from roll.pipelines.ppo import PPOPipeline
+from roll.pipelines.ppo import PPOPipeline, rate_zero_notes
 from roll.pipelines.prompt_data import load_prompt_data
-from roll.pipelines.roles import Roles
+from roll.pipelines.roles import Roles, ranks_of_roles
 from roll.pipelines.tracker import RunTracker
 from roll.protocol import DataProto
 from roll.workers import Cluster
@@ -61,9 +61,9 @@ def with_responses(prompts: DataProto) -> DataProto:
     return DataProto.from_dict(tensors, prompts.non_tensor_batch)
 
 
-def step_metrics(tmp_path: Path, actor_steps: list[dict[str, float]]) -> dict[str, float]:
+def step_metrics(tmp_path: Path, actor_steps: list[dict[str, float]], *overrides: str) -> dict[str, float]:
     """The metrics of a first step whose four optimizer steps of the actor report `actor_steps`."""
-    config = load_config(PPOConfig, ROOT / "examples" / "ppo_cpu.yaml", SMALL)
+    config = load_config(PPOConfig, ROOT / "examples" / "ppo_cpu.yaml", [*SMALL, *overrides])
     data = load_prompt_data(config)
     answered = with_responses(data.train)
     reported = iter(actor_steps)
@@ -75,7 +75,9 @@ def step_metrics(tmp_path: Path, actor_steps: list[dict[str, float]]) -> dict[st
             weights=[],
         ),
         "critic": ScriptedRole("critic", compute_values=per_token(values=0.5), train_values=[{"loss": 3.0}]),
-        "reference": ScriptedRole("reference", compute_log_probs=per_token(log_probs=-2.5)),
+        "reference": ScriptedRole("reference", compute_log_probs=per_token(log_probs=-2.5))
+        if "reference" in ranks_of_roles(config)
+        else None,
         "rollout": ScriptedRole(
             "rollout",
             generate=lambda prompts, **_: answered.select_idxs(list(range(len(prompts)))),
@@ -108,3 +110,26 @@ def test_a_skipped_optimizer_step_may_report_less(tmp_path: Path) -> None:
         assert metrics["loss"] == pytest.approx(3.0)
         assert metrics["skipped_steps"] == pytest.approx(0.25)
         assert metrics["ratio"] == pytest.approx(1.25)  # Of the steps that were taken.
+
+
+def test_without_a_penalty_there_is_no_reference(tmp_path: Path) -> None:
+    updates = [{"loss": 1.0}] * 4
+    metrics = step_metrics(tmp_path, updates, "ppo.kl={kind: fixed, coef: 0.0}")
+    assert metrics["kl_coef"] == 0 and "kl" not in metrics
+    # Two tokens, each with k1 = -2.0 + 2.5.
+    assert step_metrics(tmp_path, updates, "ppo.kl={kind: fixed, coef: 0.001}")["kl"] == pytest.approx(1.0)
+
+
+def test_a_run_that_is_longer_than_its_schedule_says_so_at_the_start() -> None:
+    # 10 steps of 16 rows in mini-batches of 8, in two passes: 40 updates of the critic, 36 of the actor.
+    def notes(total_steps: int, min_lr: float = 0.0) -> list[str]:
+        schedule = f"{{warmup_steps: 0, schedule: linear, total_steps: {total_steps}, min_lr: {min_lr}}}"
+        run = ["ppo.steps=10", "ppo.epochs=2", "ppo.critic_warmup_steps=1"]
+        optimizers = [f"{role}.optimizer={schedule}" for role in ("actor", "critic")]
+        config = load_config(PPOConfig, ROOT / "examples" / "ppo_cpu.yaml", [*SMALL, *run, *optimizers])
+        return list(rate_zero_notes(config))
+
+    assert notes(40) == notes(8, min_lr=1e-5) == []
+    reason = "schedule linear ended at total_steps 36 with min_lr 0.0. A larger total_steps or min_lr goes on."
+    assert notes(36) == [f"critic: optimizer step 37 and all behind it have learning rate 0: {reason}"]
+    assert [note.split(":")[0] for note in notes(35)] == ["actor", "critic"]

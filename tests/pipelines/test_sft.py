@@ -26,6 +26,7 @@ from roll.data.sources.tokenized_folder import write_tokenized
 from roll.data.tokenizer import build_char_tokenizer
 from roll.pipelines.sft import run_sft
 from roll.pipelines.sft_data import load_sft_data
+from tests.log_messages import messages
 from tests.pipelines.small_run import end
 from tests.rank_pool import RankError, RankPool
 
@@ -122,6 +123,33 @@ def test_a_resumed_run_is_the_run_that_never_stopped(ranks: RankPool, tmp_path: 
             assert ours == pytest.approx(theirs, rel=1e-5), name  # fp32, summed in another order
 
 
+def train_listening(overrides: list[str]) -> list[str]:
+    """One rank of a run, and what it logs about its schedule."""
+    with messages("roll.strategies.progress") as texts:
+        train(overrides)
+    return texts
+
+
+def test_a_run_whose_schedule_has_ended_is_extended(ranks: RankPool, tmp_path: Path) -> None:
+    common = [f"output_dir={tmp_path}", "name=run", "world_size=1", "eval_every=100", "save_every=4"]
+
+    def schedule(total_steps: int) -> str:
+        return f"optimizer={{lr: 1e-3, min_lr: 0.0, warmup_steps: 0, schedule: linear, total_steps: {total_steps}}}"
+
+    def rates(name: str) -> list[float]:
+        return [record["lr"] for record in records(tmp_path / name) if "lr" in record]
+
+    assert ranks.run(train_listening, [*common, schedule(4)], world_size=1) == [[]]
+    shutil.copytree(tmp_path / "run", tmp_path / "same")
+    longer = ranks.run(train_listening, [*common, schedule(8), "resume=true", "steps=6"], world_size=1)
+    assert longer == [["optimizer settings of this run replace the checkpoint's: total_steps 4 -> 8"]]
+    # 1e-3 less a quarter at each step, then (from step 5 on) less an eighth for each step since the start.
+    assert rates("run") == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4, 5e-4, 3.75e-4], rel=1e-9)
+    (texts,) = ranks.run(train_listening, [*common, "name=same", schedule(4), "resume=true", "steps=6"], world_size=1)
+    assert rates("same")[4:] == [0.0, 0.0]
+    assert len(texts) == 1 and texts[0].startswith("optimizer step 5 and all behind it have learning rate 0")
+
+
 RAMP_UP = "ramp_up={start: 4, increment: 4, every: 1}"
 LAYOUTS = {
     "fsp tp 2 x pp 2": ("packed", "parallel={mode: fsp, tp: 2, pp: 2}", "micro_num=8", RAMP_UP),
@@ -214,10 +242,8 @@ def test_what_cannot_be_run_is_refused_and_leaves_all_as_it_was(ranks: RankPool,
     before = {path: path.read_bytes() for path in (tmp_path / "stopped").glob("*.*")}
     with pytest.raises(ValueError, match=r"^resume: the checkpoint has other settings: seq_len 32 there, 64 here$"):
         train([*stopped, "resume=true", "seq_len=64"])
-    with pytest.raises(
-        ValueError, match=r"other settings: seed 0 there, 1 here; .*optimizer.lr 0.001 there, 0.5 here$"
-    ):
-        train([*stopped, "resume=true", "seed=1", "optimizer={lr: 0.5}"])
+    with pytest.raises(ValueError, match=r"other settings: seed 0 there, 1 here; .*micro_bsz \d there, 9 here$"):
+        train([*stopped, "resume=true", "seed=1", "micro_bsz=9"])
     with pytest.raises(ValueError, match=r"^steps: 1 is less than the checkpoint's 2$"):
         train([*stopped, "resume=true", "steps=1"])
     assert before == {path: path.read_bytes() for path in (tmp_path / "stopped").glob("*.*")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,7 @@ def ten_losses(folder: Path, layout: dict[str, Any], packed: bool) -> list[float
         batch, _ = load_batch(loader)
         losses.append(strategy.token_loss(list(load_accum_batches(batch, process))))
         loader.close()
+        assert math.isfinite(losses[-1]) == state.is_last_stage  # On every rank of it, whether it reports or not.
         return losses if state.is_last_stage else []
 
 
