@@ -25,6 +25,7 @@ MAY_CATCH_EVERYTHING: dict[str, str] = {
     "roll/data/tasks.py": "the user's reward function",
     "roll/protocol/broadcast.py": "whatever keeps an object from being pickled, for the ranks that wait for it",
     "roll/protocol/delivery.py": "whatever keeps a leader from sending, for the ranks that wait for it",
+    "roll/protocol/joining.py": "the `==` of objects in a batch",
     "roll/workers/worker.py": "a role's method, whose traceback goes to the driver",
 }
 

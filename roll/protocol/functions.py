@@ -28,6 +28,6 @@ def collate_fn(rows: Sequence[DataProto]) -> DataProto:
     """
     joined = DataProto.concat(rows)
     for number, row in enumerate(rows):
-        if not joining.same_value(rows[0].meta_info, row.meta_info):
+        if not joining.compared(rows[0].meta_info, row.meta_info, "collate_fn: the meta_info of the rows"):
             raise ValueError(f"collate_fn: meta_info of row 0 and row {number} differ, so they are not of one batch")
     return replace(joined, meta_info=rows[0].meta_info)

@@ -59,7 +59,7 @@ def concat_metas(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         other = without_metrics(meta)
         _check_same_names(first, other, number)
         for name, value in first.items():
-            if not same_value(value, other[name]):
+            if not compared(value, other[name], f"concat: meta_info {name}"):
                 raise ValueError(f"concat: meta_info {name} is {value!r} in piece 0, {other[name]!r} in piece {number}")
     measured = [listed_metrics(meta[METRICS]) for meta in metas if METRICS in meta]
     return own_meta({**first, METRICS: concat_metrics(measured)} if measured else first)
@@ -115,9 +115,13 @@ def concat_arrays(pieces: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.nd
 
 
 def merged(ours: Mapping[str, Any], theirs: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """The entries of both. Raises ValueError, which says of `what`, if a name has different values in the two."""
+    """The entries of both.
+
+    Raises ValueError, which says of `what`, if a name has different values in the two, or values that
+    cannot be compared.
+    """
     for name in ours.keys() & theirs.keys():
-        if not same_value(ours[name], theirs[name]):
+        if not compared(ours[name], theirs[name], f"union: {what} {name}"):
             raise ValueError(f"union: {what} has different values of {name}")
     return {**ours, **theirs}
 
@@ -136,6 +140,14 @@ def either(ours: T | None, theirs: T | None, what: str) -> T | None:
     if ours is not None and theirs is not None and ours != theirs:
         raise ValueError(f"union: {what} is {ours} and {theirs}")
     return theirs if ours is None else ours
+
+
+def compared(a: Any, b: Any, where: str) -> bool:
+    """`same_value`. Raises ValueError that begins with `where`, if the values' own `==` raises."""
+    try:
+        return same_value(a, b)
+    except Exception as error:
+        raise ValueError(f"{where} cannot be compared: {type(error).__name__}: {error}") from error
 
 
 def same_value(a: Any, b: Any) -> bool:

@@ -121,3 +121,33 @@ def test_arrays_and_tensors_in_meta_data_are_compared_by_value() -> None:
 )
 def test_what_is_the_same_value(a: Any, b: Any, same: bool) -> None:
     assert same_value(a, b) is same is same_value(b, a)
+
+
+class Point:
+    """Compares badly with everything that has no x."""
+
+    def __init__(self, **values: int) -> None:
+        self.__dict__.update(values)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self.x == other.x)  # type: ignore[attr-defined]
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def objects(value: object, meta: object = 0) -> DataProto:
+    field = np.empty(1, dtype=object)
+    field[0] = value
+    return DataProto.from_dict({"x": torch.zeros(1)}, non_tensors={"point": field}, meta_info={"origin": meta})
+
+
+def test_values_that_cannot_be_compared_are_named() -> None:
+    with pytest.raises(ValueError, match=r"union: non_tensor_batch point cannot be compared: AttributeError: .*'x'"):
+        objects(Point(x=1)).union(objects(Point(y=1)))
+    with pytest.raises(ValueError, match="union: meta_info origin cannot be compared: AttributeError"):
+        objects(0, Point(x=1)).union(objects(0, Point(y=1)))
+    with pytest.raises(ValueError, match="concat: meta_info origin cannot be compared: AttributeError"):
+        DataProto.concat([objects(0, Point(x=1)), objects(0, Point(y=1))])
+    with pytest.raises(ValueError, match="collate_fn: the meta_info of the rows cannot be compared: AttributeError"):
+        collate_fn([measured({"m": Point(x=1)}), measured({"m": Point(y=1)})])
+    assert len(objects(Point(x=1)).union(objects(Point(x=1)))) == 1
