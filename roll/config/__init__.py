@@ -12,6 +12,7 @@ from roll.config.model_parallel import check_parallel
 from roll.config.model_source import ModelSource
 from roll.config.optimizer import OptimizerSettings
 from roll.config.parallel import Mode, ParallelSettings
+from roll.config.paths import expand_path
 from roll.config.ppo import PPOConfig, RaySettings, Role
 from roll.config.problems import ConfigError, Problem
 from roll.config.roles import (
@@ -60,5 +61,6 @@ __all__ = [
     "TrainRoleSettings",
     "check_parallel",
     "dump_config",
+    "expand_path",
     "load_config",
 ]

@@ -26,6 +26,7 @@ from typing import Any
 from rich.console import Console
 from torch.utils.tensorboard import SummaryWriter
 
+from roll.config import expand_path
 from roll.pipelines.display import Display, StepReport, start_display
 from roll.pipelines.plot import REWARD_PICTURE, Picture, save_picture
 from roll.pipelines.records import (
@@ -73,7 +74,7 @@ class RunTracker:
 
     def __init__(
         self,
-        run_dir: Path,
+        run_dir: str | Path,
         *,
         config_yaml: str,
         total_steps: int,
@@ -84,7 +85,7 @@ class RunTracker:
         resume_after: int | None = None,
         console: Console | None = None,
     ) -> None:
-        self.run_dir = Path(run_dir)
+        self.run_dir = expand_path(run_dir)
         self.title = title
         self.total_steps = total_steps
         self._config_yaml = config_yaml

@@ -154,24 +154,24 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
         tensors = export_hf_tensors(self.gpt, self.state, dtype=self._dtype)
         yield from in_buckets(to_family(self.model_config, tensors), bucket_bytes)
 
-    def save_checkpoint(self, folder: Path) -> None:
+    def save_checkpoint(self, folder: str | Path) -> None:
         sharded, steps = sharded_training_state(self.gpt, self.optimizer, self.state)
-        save_sharded(Path(folder), {"tensors": sharded, "steps": steps, "schedule": self.schedule.state_dict()})
+        save_sharded(folder, {"tensors": sharded, "steps": steps, "schedule": self.schedule.state_dict()})
 
-    def load_checkpoint(self, folder: Path) -> None:
+    def load_checkpoint(self, folder: str | Path) -> None:
         sharded, _ = sharded_training_state(self.gpt, self.optimizer, self.state)
-        loaded = load_sharded(Path(folder), {"tensors": sharded})
+        loaded = load_sharded(folder, {"tensors": sharded})
         restore_training_state(self.gpt, self.optimizer, self.state, loaded["tensors"], loaded["steps"])
         self.schedule.load_state_dict(loaded["schedule"])
 
-    def save_hf(self, folder: Path) -> None:
+    def save_hf(self, folder: str | Path) -> None:
         save_hf(
-            Path(folder),
+            folder,
             self.gpt,
             self.model_config,
             self.state,
             dtype=self._dtype,
-            tokenizer_from=Path(self.settings.model_path),
+            tokenizer_from=self.settings.model_path,
         )
 
 
