@@ -21,14 +21,12 @@ def cut_micro_batches(
 ) -> tuple[list[DataProto], list[int]]:
     """The micro-batches of this rank's share, and the share's row numbers in the order in which they appear.
 
-    A plan that came with the batch decides; without one (no driver), the share is planned by itself. A share without
-    rows is one micro-batch without rows, so that its rank takes part in what the others do together.
+    A plan that came with the batch decides; without one (no driver), the share is planned by itself. A micro-batch may
+    have no rows; its rank still takes part in what the others do together.
 
     Raises ValueError if the plan deals this rank another number of rows.
     """
     check_dealt(batch, dp_rank)
-    if len(batch) == 0:
-        return [batch], []
     if batch.plan is not None:
         cuts = [list(rows) for rows in batch.plan.shares[dp_rank]]
     else:
