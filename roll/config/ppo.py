@@ -34,6 +34,8 @@ class RaySettings(Settings):
 
     address: str | None = None
     """Address of a running cluster; null: the one around this process if there is one, or else a local one."""
+    connect_timeout_s: PositiveFloat = 25
+    """Seconds within which a running cluster must answer."""
     call_timeout_s: PositiveFloat = 3600
     """Longest time in seconds that one call to a role may take."""
     start_timeout_s: PositiveFloat = 300
