@@ -105,7 +105,8 @@ def init_parallel(settings: ParallelSettings, *, timeout_s: float = 600.0) -> Pa
     `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`, `LOCAL_RANK`).
 
     Raises:
-        ValueError: the degrees do not fit the world, on every rank alike and before any group is made.
+        ValueError: the degrees do not fit the world, on every rank alike and before any group is made; variables of the
+            launcher are missing, or its port is taken.
         RuntimeError: groups exist already in this process.
     """
     platform = get_platform()
@@ -119,8 +120,7 @@ def init_parallel(settings: ParallelSettings, *, timeout_s: float = 600.0) -> Pa
         raise RuntimeError("parallel groups exist already in this process; call destroy_parallel() first")
     global _joined_here
     if not dist.is_initialized():
-        _default_rendezvous()
-        dist.init_process_group(platform.collective_backend, timeout=timedelta(seconds=timeout_s))
+        _join(platform.collective_backend, timeout_s)
         _joined_here = True
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=degrees.tp,
@@ -158,10 +158,18 @@ def parallel_groups(settings: ParallelSettings, *, timeout_s: float = 600.0) -> 
         destroy_parallel()
 
 
-def _default_rendezvous() -> None:
-    """One process without a launcher is a world of its own."""
+def _join(backend: str, timeout_s: float) -> None:
+    """Join torch.distributed as the environment says; one process without a launcher is a world of its own."""
     if "WORLD_SIZE" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ValueError(f"WORLD_SIZE is set, but not {', '.join(missing)}: start the ranks with torchrun")
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    except dist.DistNetworkError as error:  # The port is taken, or nobody listens there.
+        place = f"MASTER_ADDR {os.environ['MASTER_ADDR']}, MASTER_PORT {os.environ['MASTER_PORT']}"
+        raise ValueError(f"{place}: the ranks cannot meet there: {str(error).splitlines()[0]}") from error
 
 
 def _weight_mesh(degrees: ParallelDegrees, timeout_s: float) -> DeviceMesh:

@@ -130,8 +130,8 @@ class HfStrategy(TrainStrategy):
         }
         scaling = self.model_config.rope_scaling
         if len(mask) == 0:  # transformers cannot run no rows, so one is run, and left out of the output.
-            row = {name: tensor.new_ones(1, mask.shape[1]) for name, tensor in inputs.items()}
-            return PaddedOutput(self._run(row)[:0], mask.bool())
+            one = {name: tensor.new_ones(1, mask.shape[1]) for name, tensor in inputs.items()}
+            return PaddedOutput(self._run(one)[:0], mask.bool())
         if scaling is None or scaling.rope_type != "dynamic":
             return PaddedOutput(self._run(inputs), mask.bool())
         outputs = []
