@@ -13,15 +13,18 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import socket
+import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 from pydantic import ValidationError
 
-from roll.config import ModelConfig, ParallelSettings, check_parallel
+from roll.cli import exit_status
+from roll.config import ConfigError, ModelConfig, ParallelSettings, Problem, check_parallel
 from roll.data.packing import check_divides
 from roll.data.sequence_split import SequenceSplit
+from roll.pipelines.local_ranks import run_on_ranks
 from roll.platform import get_platform
 
 SMALL = ModelConfig(
@@ -51,35 +54,36 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
+def main() -> int:
+    """The exit status: 0 done, 2 degrees or sizes that do not fit, 130 stopped by Ctrl-C."""
+    return exit_status(partial(run, arguments()))
+
+
+def run(args: argparse.Namespace) -> None:
     """Start the ranks that the degrees ask for."""
-    args = arguments()
+    for option in ("micro_bsz", "seq_len"):
+        if getattr(args, option) < 1:
+            raise ConfigError(
+                [Problem(f"--{option.replace('_', '-')}", f"must be at least 1, got {vars(args)[option]}")]
+            )
+    model = SMALL if args.model is None else ModelConfig.from_folder(args.model)
     try:
-        model = SMALL if args.model is None else ModelConfig.from_folder(args.model)
         parallel = ParallelSettings(
             mode=args.mode, tp=args.tp, sp=args.sp, wp=args.wp, cp=args.cp, cp_comm=args.cp_comm
         )
-        row = args.seq_len if args.unpacked else args.micro_bsz * args.seq_len
-        check_divides(row, parallel.row_multiple, "parts")
-        check_divides(args.seq_len, parallel.segment_multiple, "parts")
     except ValidationError as refused:
-        told = (problem["msg"].removeprefix("Value error, ") for problem in refused.errors())
-        raise SystemExit("\n".join(told)) from None
-    except ValueError as refused:
-        raise SystemExit(str(refused)) from None
+        raise ConfigError([Problem("parallel", problem["msg"]) for problem in refused.errors()]) from None
+    row = args.seq_len if args.unpacked else args.micro_bsz * args.seq_len
+    check_divides(row, parallel.row_multiple, "parts")
+    check_divides(args.seq_len, parallel.segment_multiple, "parts")
     world_size = args.tp * args.cp * math.lcm(args.sp, args.wp)
     problems = check_parallel(model, parallel, world_size)
     if problems:
-        raise SystemExit("\n".join(problems))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(show, (world_size, port, model, parallel, args), nprocs=world_size)
+        raise ConfigError([Problem("", problem) for problem in problems])
+    run_on_ranks(show, model, parallel, args, world_size=world_size)
 
 
-def show(
-    rank: int, world_size: int, port: int, model: ModelConfig, parallel: ParallelSettings, args: argparse.Namespace
-) -> None:
+def show(model: ModelConfig, parallel: ParallelSettings, args: argparse.Namespace) -> None:
     """One rank: build, run, and (rank 0) print."""
     os.environ["ROLL_PLATFORM"] = "cpu"  # Any number of ranks, also beside a GPU, whose fused kernels hide some steps.
     with get_platform().quiet_megatron():
@@ -89,7 +93,6 @@ def show(
         from roll.models.internlm2 import build_internlm2
         from roll.models.packed_sequence import PackedSequence
         from roll.parallel.state import parallel_groups
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     with parallel_groups(parallel) as state:
         gpt = build_internlm2(model, parallel, state, dtype=torch.float32, head="lm").eval()
         load_weights(gpt, tensor_source(Path(), model, init="random", head="lm", seed=0), state)
@@ -106,11 +109,11 @@ def show(
         shape = (rows, length) if args.unpacked else (1, rows * length)
         ids = packed.own(torch.zeros(shape, dtype=torch.long))
         steps = forward_shapes(gpt, packed, ids, parallel_output=not args.whole_output)
-        lines += ["", f"forward pass on rank 0 of {world_size}, {parallel.mode}:"]
+        lines += ["", f"forward pass on rank 0 of {state.degrees.world_size}, {parallel.mode}:"]
         lines += [f"  {step:<20}{list(shape)}" for step, shape in steps]
-    if rank == 0:
+    if state.rank == 0:
         print("\n".join(lines))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,8 +10,10 @@ starts the ranks by itself. Under torchrun it is one of them:
 import argparse
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
+from roll.cli import exit_status
 from roll.config import SFTConfig, load_config
 
 
@@ -21,31 +23,27 @@ def main() -> int:
     parser.add_argument("--config", type=Path, default=Path(__file__).with_name("sft_cpu.yaml"))
     parser.add_argument("overrides", nargs="*", metavar="setting=value", help="e.g. steps=5")
     arguments = parser.parse_intermixed_args()  # --config may stand between overrides.
-    try:
-        config = load_config(SFTConfig, arguments.config, arguments.overrides)
-        # Only now: a mistake in the settings is told in a second, these imports take several.
-        from roll.pipelines.local_ranks import run_on_ranks
-        from roll.pipelines.sft import check_ranks, run_sft
-        from roll.pipelines.sft_checkpoint import step_to_resume
-        from roll.pipelines.sft_data import load_sft_data
+    return exit_status(partial(run, arguments.config, arguments.overrides))
 
-        if "WORLD_SIZE" in os.environ:
-            check_ranks(config)
-        data = load_sft_data(config)
-        step_to_resume(config, data.train)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    try:
-        if "WORLD_SIZE" in os.environ:
-            run_sft(config, data)
-        else:
-            run_on_ranks(run_sft, config, data, world_size=config.world_size)
-            print(f"done: {config.run_dir}")
-    except KeyboardInterrupt:
-        print("stopped; every file that was begun is whole")
-        return 130
-    return 0
+
+def run(path: Path, overrides: list[str]) -> None:
+    """Check everything, then train."""
+    config = load_config(SFTConfig, path, overrides)
+    # Only now: a mistake in the settings is told in a second, these imports take several.
+    from roll.pipelines.local_ranks import run_on_ranks
+    from roll.pipelines.sft import check_ranks, run_sft
+    from roll.pipelines.sft_checkpoint import step_to_resume
+    from roll.pipelines.sft_data import load_sft_data
+
+    if "WORLD_SIZE" in os.environ:
+        check_ranks(config)
+    data = load_sft_data(config)
+    step_to_resume(config, data.train)
+    if "WORLD_SIZE" in os.environ:
+        run_sft(config, data)
+    else:
+        run_on_ranks(run_sft, config, data, world_size=config.world_size)
+        print(f"done: {config.run_dir}")
 
 
 if __name__ == "__main__":

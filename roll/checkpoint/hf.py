@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from roll.checkpoint.folders import begin_folder, finish_folder, on_rank_0
 from roll.checkpoint.hf_writer import MAX_SHARD_BYTES, ShardWriter, copy_tokenizer, write_config, write_index
 from roll.checkpoint.tensor_sources import TensorSource
-from roll.config import ModelConfig
+from roll.config import ModelConfig, expand_path
 from roll.models.families import to_family
 from roll.models.hf_mapping import export_hf_tensors, mapped_parameters
 from roll.parallel.state import ParallelState
@@ -35,13 +35,13 @@ def load_weights(model: GPTModel, source: TensorSource, state: ParallelState) ->
 
 
 def save_hf(
-    folder: Path,
+    folder: str | Path,
     model: GPTModel,
     config: ModelConfig,
     state: ParallelState,
     *,
     dtype: torch.dtype,
-    tokenizer_from: Path,
+    tokenizer_from: str | Path,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write the model as a Hugging Face folder. Collective over all ranks; the folder appears when it is complete.
@@ -52,6 +52,7 @@ def save_hf(
     Raises:
         OSError: a file cannot be written, or `tokenizer_from` is not there; on every rank alike.
     """
+    folder, tokenizer_from = expand_path(folder), expand_path(tokenizer_from)
     unfinished = on_rank_0(lambda: begin_folder(folder))
     writer = ShardWriter(unfinished, f"model-stage{state.at.pp:02d}", max_shard_bytes)
     writes = state.at.tp == state.at.cp == state.at.dp == 0

@@ -15,14 +15,16 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from roll.checkpoint.folders import begin_folder, finish_folder, on_rank_0
+from roll.config import expand_path
 
 
-def save_sharded(folder: Path, state_dict: dict[str, Any]) -> None:
+def save_sharded(folder: str | Path, state_dict: dict[str, Any]) -> None:
     """Write a sharded state dict. Collective; the folder appears when every rank has written its part.
 
     Raises:
         OSError: rank 0 cannot make the folder; on every rank alike.
     """
+    folder = expand_path(folder)
     unfinished = on_rank_0(lambda: begin_folder(folder))
     # Results of the writers come back through this queue. Megatron-Core would start a server process for it, so that
     # a save can go on in the background; that process outlives a rank that is killed. Ours ends before we go on.
@@ -32,12 +34,13 @@ def save_sharded(folder: Path, state_dict: dict[str, Any]) -> None:
     on_rank_0(lambda: finish_folder(unfinished, folder))
 
 
-def load_sharded(folder: Path, state_dict: dict[str, Any]) -> dict[str, Any]:
+def load_sharded(folder: str | Path, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Fill a sharded state dict of this rank's layout from a checkpoint and return the plain state dict.
 
     Raises:
         ValueError: the folder is not a complete checkpoint.
     """
+    folder = expand_path(folder)
     if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
         raise ValueError(f"{folder} is not a complete checkpoint (an interrupted save leaves `*.unfinished`)")
     return dist_checkpointing.load(state_dict, str(folder))

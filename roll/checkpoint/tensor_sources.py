@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from roll.config import ModelConfig
+from roll.config import ModelConfig, expand_path
 from roll.models.families import EMBEDDING, OUTPUT, TENSOR_NAMES, family_shapes, join_qkv
 from roll.models.hf_layout import hf_shapes
 
@@ -38,8 +38,9 @@ class HfFolder:
         ValueError: there are no weights, the index names a file that is not there, or a file is not complete.
     """
 
-    def __init__(self, folder: Path, model: ModelConfig) -> None:
-        self.folder, self.model = folder, model
+    def __init__(self, folder: str | Path, model: ModelConfig) -> None:
+        self.folder = folder = expand_path(folder)
+        self.model = model
         self.names = TENSOR_NAMES[model.model_type]
         self._file_of: Mapping[str, str]
         index = folder / INDEX
@@ -153,7 +154,7 @@ class RandomTensors:
         return torch.normal(0.0, self.std, shape, generator=generator)
 
 
-def tensor_source(folder: Path, model: ModelConfig, *, init: str, head: str, seed: int) -> TensorSource:
+def tensor_source(folder: str | Path, model: ModelConfig, *, init: str, head: str, seed: int) -> TensorSource:
     """The weights in `folder` for `init` load, checked against the model; fresh ones from `seed` for random."""
     if init == "random":
         return RandomTensors(model, head, seed)

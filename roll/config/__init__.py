@@ -7,11 +7,13 @@ from roll.config.algorithm import KLSettings, PPOSettings
 from roll.config.families import FAMILIES, Family
 from roll.config.load import dump_config, load_config
 from roll.config.micro_batch import MicroBatchSettings
+from roll.config.mistakes import mistake
 from roll.config.model import ModelConfig
 from roll.config.model_parallel import check_parallel
 from roll.config.model_source import ModelSource
 from roll.config.optimizer import OptimizerSettings
 from roll.config.parallel import Mode, ParallelSettings
+from roll.config.paths import expand_path
 from roll.config.ppo import PPOConfig, RaySettings, Role
 from roll.config.problems import ConfigError, Problem
 from roll.config.roles import (
@@ -60,5 +62,7 @@ __all__ = [
     "TrainRoleSettings",
     "check_parallel",
     "dump_config",
+    "expand_path",
     "load_config",
+    "mistake",
 ]

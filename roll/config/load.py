@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from roll.config.explain import schema_problems
+from roll.config.paths import expand_path
 from roll.config.problems import ConfigError, Problem
 from roll.config.settings import Settings, find_problems, usable_part
 
@@ -39,7 +40,8 @@ def load_config(cls: type[S], path: Path | str, overrides: Sequence[str] = ()) -
 
     Args:
         cls: the class of the whole config.
-        path: a YAML file; OmegaConf's interpolations (`${ppo.steps}`, `${oc.env:HOME}`) may be used.
+        path: a YAML file; OmegaConf's interpolations (`${ppo.steps}`, `${oc.env:HOME}`) may be used. In paths `~` is
+            the home folder, and `$HOME` is not replaced.
         overrides: `dotted.path=value`, where the value is YAML: `actor.parallel.tp=2`, `ppo.value_clip=null`,
             `actor.optimizer.betas=[0.9,0.99]`, `model={path: some/folder, config: null}`.
 
@@ -47,7 +49,7 @@ def load_config(cls: type[S], path: Path | str, overrides: Sequence[str] = ()) -
         ConfigError: a ValueError with one line per problem, `dotted.path: message`.
     """
     problems: list[Problem] = []
-    tree = _apply_overrides(_read(Path(path)), overrides, problems)
+    tree = _apply_overrides(_read(_expanded(path)), overrides, problems)
     data = _resolve(tree, "", problems)
     unresolved = {problem.path for problem in problems}
     try:
@@ -75,6 +77,13 @@ def _escape(value: Any) -> Any:
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value)
     return value
+
+
+def _expanded(path: Path | str) -> Path:
+    try:
+        return expand_path(path)
+    except ValueError as error:
+        raise ConfigError([Problem(str(path), str(error))]) from error
 
 
 def _read(path: Path, extending: tuple[Path, ...] = ()) -> DictConfig:
@@ -109,7 +118,7 @@ def _extended(section: DictConfig, path: Path, extending: tuple[Path, ...]) -> D
         return section
     if not isinstance(base, str):
         raise ConfigError([Problem(f"{path}: {EXTENDS}", f"must be the name of a file, got {base!r}")])
-    merged = OmegaConf.merge(_read(path.parent / base, extending), section)
+    merged = OmegaConf.merge(_read(path.parent / _expanded(base), extending), section)
     assert isinstance(merged, DictConfig)
     return merged
 

@@ -12,6 +12,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, Strict, 
 from roll.config.explain import schema_problems
 from roll.config.families import FAMILIES, Family, ModelType
 from roll.config.hf_config import RopeReading, family_of, read_config_json, unsupported
+from roll.config.paths import expand_path
 from roll.config.problems import Check, ConfigError, Problem
 from roll.config.rope import RopeScaling
 from roll.config.settings import Settings, find_problems, usable_part
@@ -142,8 +143,9 @@ class ModelConfig(Settings):
         Raises:
             ConfigError: a ValueError that names the file, and every key that is missing, wrong or not supported.
         """
-        file = Path(path) / "config.json"
-        data = read_config_json(Path(path))
+        folder = expand_path(path)
+        file = folder / "config.json"
+        data = read_config_json(folder)
         family = family_of(data)
         if isinstance(family, Problem):  # what the other keys mean is up to the family
             raise ConfigError([Problem(str(file), str(family))])

@@ -6,15 +6,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from roll.config.model import ModelConfig
+from roll.config.paths import PathSetting
 from roll.config.problems import Check, ConfigError, Problem, UnavailableError
 from roll.config.settings import Settings
-from roll.config.strategy import FolderPath
 
 
 class ModelSource(Settings):
     """Where the model comes from: a folder, or nothing but an architecture. Exactly one is set."""
 
-    path: FolderPath | None = None
+    path: PathSetting | None = None
     """Folder in Hugging Face layout with weights and tokenizer, seen from the working directory."""
     config: ModelConfig | None = None
     """Architecture of a model that is made from random weights, with a tokenizer of its own, one token a character."""

@@ -10,6 +10,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, StringConstrain
 
 from roll.config.algorithm import PPOSettings
 from roll.config.model import ModelConfig
+from roll.config.paths import PathSetting
 from roll.config.ppo_checks import ppo_checks
 from roll.config.problems import Check
 from roll.config.roles import (
@@ -21,7 +22,7 @@ from roll.config.roles import (
 )
 from roll.config.settings import Settings
 from roll.config.sft import SFTConfig
-from roll.config.strategy import DType, FolderPath, Head, RowsOn, StrategySettings
+from roll.config.strategy import DType, Head, RowsOn, StrategySettings
 from roll.config.task import TaskSettings
 
 Delivery = Literal["object_store", "broadcast"]
@@ -33,6 +34,8 @@ class RaySettings(Settings):
 
     address: str | None = None
     """Address of a running cluster; null: the one around this process if there is one, or else a local one."""
+    connect_timeout_s: PositiveFloat = 25
+    """Seconds within which a running cluster must answer."""
     call_timeout_s: PositiveFloat = 3600
     """Longest time in seconds that one call to a role may take."""
     start_timeout_s: PositiveFloat = 300
@@ -51,15 +54,16 @@ class PPOConfig(Settings):
 
     name: Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$")]
     """Name of the run, and of its folder under `output_dir`."""
-    output_dir: FolderPath = Path("runs")
-    """Folder that holds the folders of runs, seen from the working directory."""
+    output_dir: PathSetting = Path("runs")
+    """Folder that holds the folders of runs, seen from the working directory;
+    `~` is the home folder, as in every path."""
     seed: NonNegativeInt = 0
     """Seed of everything that is random, but for the problems and the warm start, which have their own."""
     temperature: PositiveFloat = 1.0
     """Temperature of sampling, and of every log-probability and entropy."""
     dtype: DType = "float32"
     """Type of weights and activations of all roles."""
-    model_path: FolderPath | None = None
+    model_path: PathSetting | None = None
     """Folder in Hugging Face layout that the run starts from, seen from the working directory; null: what warm_start
     makes."""
     warm_start: SFTConfig | None = None

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, Strict, StringConstraints
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, StringConstraints
 
 from roll.config.model_parallel import model_split_checks, world_size_checks
 from roll.config.model_source import ModelSource, architecture_of, folder_problems
 from roll.config.optimizer import OptimizerSettings
 from roll.config.parallel import ParallelSettings
+from roll.config.paths import PathSetting
 from roll.config.problems import Check, Problem, run_checks
 from roll.config.settings import Settings
 from roll.config.sft_data import SFTDataSettings
@@ -34,7 +35,7 @@ class SFTConfig(Settings):
 
     name: Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$")]
     """Name of the run, and of its folder under `output_dir`."""
-    output_dir: Annotated[Path, Strict(False)] = Path("runs")
+    output_dir: PathSetting = Path("runs")
     """Folder that holds the folders of runs, seen from the working directory."""
     seed: NonNegativeInt = 0
     """Seed of random weights, of the order of samples, and of which are held out."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, Strict
+from pydantic import Field
 
+from roll.config.paths import PatternsSetting
 from roll.config.problems import Check, Problem
 from roll.config.settings import Settings
 from roll.config.task import TaskSettings
 
-Files = Annotated[tuple[str, ...], Strict(False)]
 SourceKind = Literal["text", "conversations", "tokenized", "task"]
 
 
@@ -22,9 +22,9 @@ class SFTDataSettings(Settings):
     """text: UTF-8 files, a sample for each paragraph; conversations: jsonl or parquet with messages, or prompt and
     response; tokenized: InternEvo's .bin files, or folders of them; task: solved problems, of which the answers are
     learned."""
-    files: Files = ()
+    files: PatternsSetting = ()
     """Files to train on, seen from the working directory; patterns such as docs/**/*.md stand for what matches them."""
-    held_out_files: Files = ()
+    held_out_files: PatternsSetting = ()
     """Files that are only measured on."""
     held_out_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the samples, drawn by the run's seed, that is only measured on; with no `held_out_files`."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, Strict
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from roll.config.micro_batch import MicroBatchSettings
 from roll.config.optimizer import OptimizerSettings
 from roll.config.parallel import ParallelSettings
+from roll.config.paths import PathSetting
 from roll.config.problems import Check, Problem
 from roll.config.settings import Settings
 
@@ -18,7 +18,6 @@ StrategyName = Literal["megatron_train", "megatron_infer", "hf"]
 DType = Literal["float32", "bfloat16"]
 RowsOn = Literal["leader", "every_rank"]
 Head = Literal["lm", "value"]
-FolderPath = Annotated[Path, Strict(False)]
 
 
 class StrategySettings(Settings):
@@ -26,7 +25,7 @@ class StrategySettings(Settings):
 
     name: StrategyName
     """The strategy: Megatron-Core with or without an optimizer, or transformers in one process."""
-    model_path: FolderPath
+    model_path: PathSetting
     """Folder in Hugging Face layout: config.json, and the weights if `init` is load."""
     init: Literal["load", "random"] = "load"
     """Whether weights come from `model_path` or are drawn from `seed`."""

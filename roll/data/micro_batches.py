@@ -22,14 +22,12 @@ def cut_micro_batches(
     """The micro-batches of this rank's share, and the share's row numbers in the order in which they appear.
 
     A plan that came with the batch decides. Without one the share is planned by itself: into micro-batches of
-    `meta_info["micro_batch_size"]` rows, in their order, where the batch has that entry, else by `settings`. A share
-    without rows is one micro-batch without rows, so that its rank takes part in what the others do together.
+    `meta_info["micro_batch_size"]` rows, in their order, where the batch has that entry, else by `settings`. A
+    micro-batch may have no rows; its rank still takes part in what the others do together.
 
     Raises ValueError if the plan deals this rank another number of rows.
     """
     check_dealt(batch, dp_rank)
-    if len(batch) == 0:
-        return [batch], []
     if batch.plan is not None:
         cuts = [list(rows) for rows in batch.plan.shares[dp_rank]]
     else:

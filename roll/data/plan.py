@@ -2,13 +2,15 @@
 
 Rows are first dealt to the data-parallel ranks, longest first, each to the rank with the least work so far. Then each
 rank's rows are packed: as few micro-batches as the token budget allows on the rank that needs most, the same number on
-every rank, with the work of a rank spread evenly over them.
+every rank, with the work of a rank spread evenly over them. A rank with fewer rows than that gets some micro-batches
+without rows: the pipeline schedule, and the ranks that gather weights together, need the same number everywhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import ceil
 from typing import NamedTuple
 
@@ -62,25 +64,26 @@ def plan_micro_batches(
     """Deal rows to data-parallel ranks and cut each rank's share into micro-batches.
 
     Every rank gets the same number of rows if they divide (else one more on some), and the same number of
-    micro-batches, none of them empty. A share keeps its rows in the order of the batch. Same input, same plan.
+    micro-batches, at least one. Only a rank with fewer rows than micro-batches has empty ones, which come last. A share
+    keeps its rows in the order of the batch. Same input, same plan.
 
     Args:
         lengths: real tokens of each row of the batch.
         dp_size: data-parallel ranks.
         max_tokens: no micro-batch has more tokens, except that a longer row stands alone. Micro-batches of equal
             index have similar work, and the heaviest comes first.
-        rows: instead of `max_tokens`: rows of a micro-batch; the last of a share may have fewer.
+        rows: instead of `max_tokens`: rows of a micro-batch. The last of a share may have fewer, and so may all of a
+            share that makes more micro-batches than it fills.
         multiple_of: the number of micro-batches on each rank is a multiple of it.
 
     Raises:
-        ValueError: a setting is out of range, there are fewer rows than ranks, or no number of micro-batches suits all
-            ranks: the message has the numbers.
+        ValueError: a setting is out of range, or a length is negative.
     """
     _check(lengths, dp_size, max_tokens, rows, multiple_of)
     shares = _deal([_Row(number, tokens) for number, tokens in enumerate(lengths)], dp_size)
     if rows is not None:
-        cuts = [[share.numbers[i : i + rows] for i in range(0, len(share.rows), rows)] for share in shares]
-        _check_counts([len(share.rows) for share in shares], [len(cut) for cut in cuts], rows, multiple_of)
+        count = _common_count([ceil(len(share.rows) / rows) for share in shares], multiple_of)
+        cuts = [_cut(share.numbers, rows, count) for share in shares]
     else:
         assert max_tokens is not None
         packed = _pack(shares, max_tokens, multiple_of)
@@ -110,21 +113,20 @@ def _check(lengths: Sequence[int], dp_size: int, max_tokens: int | None, rows: i
     negative = [row for row, length in enumerate(lengths) if length < 0]
     if negative:
         raise ValueError(f"row {negative[0]} has length {lengths[negative[0]]}")
-    if len(lengths) < dp_size:
-        raise ValueError(f"a batch of {len(lengths)} rows cannot be dealt to {dp_size} data-parallel ranks")
 
 
-def _check_counts(sizes: list[int], counts: list[int], rows: int, multiple_of: int) -> None:
-    if len(set(counts)) > 1:
-        raise ValueError(
-            f"{sum(sizes)} rows on {len(sizes)} data-parallel ranks are {min(sizes)} or {max(sizes)} rows each; with "
-            f"rows={rows} that is {min(counts)} or {max(counts)} micro-batches, and every rank needs the same number"
-        )
-    if counts[0] % multiple_of:
-        raise ValueError(
-            f"{sizes[0]} rows on each of {len(sizes)} data-parallel ranks with rows={rows} are {counts[0]} "
-            f"micro-batches, which is not a multiple of {multiple_of}"
-        )
+def _common_count(needed: Sequence[int], multiple_of: int) -> int:
+    """Micro-batches of every rank, where each rank needs so many."""
+    return ceil(max(1, *needed) / multiple_of) * multiple_of
+
+
+def _cut(numbers: list[int], rows: int, count: int) -> list[list[int]]:
+    """`count` pieces of at most `rows` rows: full ones and a rest, or equal ones where those are too few."""
+    if ceil(len(numbers) / rows) == count:
+        return [numbers[i : i + rows] for i in range(0, len(numbers), rows)]
+    size, larger = divmod(len(numbers), count)
+    starts = [i * size + min(i, larger) for i in range(count + 1)]
+    return [numbers[start:stop] for start, stop in pairwise(starts)]
 
 
 def _longest_first(rows: Sequence[_Row]) -> list[_Row]:
@@ -149,20 +151,12 @@ def _deal(rows: list[_Row], dp_size: int) -> list[_Bin]:
 def _pack(shares: list[_Bin], max_tokens: int, multiple_of: int) -> list[list[_Bin]]:
     """Micro-batches of each share within the budget, the same number everywhere, heaviest first."""
     tight = [_first_fit(share.rows, max_tokens) for share in shares]
-    needed = max(len(bins) for bins in tight)
-    count = ceil(needed / multiple_of) * multiple_of
-    smallest = min(len(share.rows) for share in shares)
-    if count > smallest:
-        raise ValueError(
-            f"max_tokens={max_tokens} needs {needed} micro-batches on some data-parallel rank; every rank must have as "
-            f"many, in a multiple of {multiple_of}, so {count}, but {sum(len(share.rows) for share in shares)} rows on "
-            f"{len(shares)} ranks are only {smallest} on the smallest"
-        )
+    count = _common_count([len(bins) for bins in tight], multiple_of)
     packed = []
     for share, bins in zip(shares, tight, strict=True):
         # Where the even packing does not fit, the tight one does, and halving its bins keeps the budget.
         even = _spread(share.rows, count, max_tokens) or _halve(bins, count)
-        packed.append(sorted(even, key=lambda bin_: (-bin_.work, bin_.numbers)))
+        packed.append(sorted(even, key=lambda bin_: (-bin_.work, not bin_.rows, bin_.numbers)))
     return packed
 
 
@@ -178,7 +172,10 @@ def _first_fit(rows: Sequence[_Row], max_tokens: int) -> list[_Bin]:
 
 
 def _spread(rows: Sequence[_Row], count: int, max_tokens: int) -> list[_Bin] | None:
-    """Exactly `count` bins of even work, none empty, or None if longest-first does not fit into them."""
+    """Exactly `count` bins of even work, or None if longest-first does not fit into them.
+
+    None is empty if there are as many rows.
+    """
     bins = [_Bin() for _ in range(count)]
     for row in _longest_first(rows):
         fitting = [bin_ for bin_ in bins if bin_.fits(row, max_tokens)]
@@ -189,10 +186,13 @@ def _spread(rows: Sequence[_Row], count: int, max_tokens: int) -> list[_Bin] | N
 
 
 def _halve(bins: list[_Bin], count: int) -> list[_Bin]:
-    """Cut the heaviest bin that has two rows or more in two, until there are `count`."""
+    """Cut the heaviest bin that has two rows or more in two, until there are `count`; empty bins make up the rest."""
     bins = list(bins)
     while len(bins) < count:
-        heaviest = max((bin_ for bin_ in bins if len(bin_.rows) > 1), key=lambda bin_: bin_.work)
+        several = [bin_ for bin_ in bins if len(bin_.rows) > 1]
+        if not several:
+            return bins + [_Bin() for _ in range(count - len(bins))]
+        heaviest = max(several, key=lambda bin_: bin_.work)
         bins.remove(heaviest)
         halves = [_Bin(), _Bin()]
         for row in _longest_first(heaviest.rows):

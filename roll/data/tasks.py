@@ -24,6 +24,7 @@ import inspect
 import math
 import numbers
 import random
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from string import Formatter
@@ -32,7 +33,7 @@ from typing import Any
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
-from roll.config import TaskSettings
+from roll.config import ConfigError, Problem, TaskSettings
 
 Entry = dict[str, Any]
 RewardFunction = Callable[[list[str], list[Entry]], list[float]]
@@ -90,16 +91,19 @@ class ReasoningTask:
         self.train, self.eval = self._split(train_size, eval_size)
 
     @classmethod
-    def of(cls, settings: TaskSettings) -> ReasoningTask:
-        """The task that the settings ask for."""
-        return cls(
-            settings.name,
-            settings.params,
-            train_size=settings.train_size,
-            eval_size=settings.eval_size,
-            seed=settings.seed,
-            prompt_template=settings.prompt,
-        )
+    def of(cls, settings: TaskSettings, section: str = "task") -> ReasoningTask:
+        """The task that the settings ask for. Raises ConfigError, which names their section."""
+        try:
+            return cls(
+                settings.name,
+                settings.params,
+                train_size=settings.train_size,
+                eval_size=settings.eval_size,
+                seed=settings.seed,
+                prompt_template=settings.prompt,
+            )
+        except ValueError as error:
+            raise ConfigError([Problem(section, str(error))]) from error
 
     def _split(self, train_size: int, eval_size: int) -> tuple[tuple[TaskItem, ...], tuple[TaskItem, ...]]:
         held_out: dict[str, TaskItem] = {}
@@ -238,8 +242,12 @@ def load_reward_function(path: str) -> RewardFunction:
         raise ValueError(f"reward.function must be 'module:function', got {path!r}")
     try:
         module = importlib.import_module(module_name)
-    except (ImportError, SyntaxError) as error:
-        raise ValueError(f"reward.function {path!r}: cannot import module {module_name!r}: {error}") from error
+    except Exception as error:  # the module is the user's: whatever it raises is reported under its name
+        reason = str(error)
+        if not isinstance(error, ImportError | SyntaxError):
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            reason = f"{type(error).__name__}: {error} ({where.filename} line {where.lineno})"
+        raise ValueError(f"reward.function {path!r}: cannot import module {module_name!r}: {reason}") from error
     function: RewardFunction | None = getattr(module, function_name, None)
     if function is None or not callable(function):
         names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]

@@ -107,7 +107,8 @@ def init_parallel(settings: ParallelSettings, *, timeout_s: float = 600.0) -> Pa
     `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`, `LOCAL_RANK`).
 
     Raises:
-        ValueError: the degrees do not fit the world, on every rank alike and before any group is made.
+        ValueError: the degrees do not fit the world, on every rank alike and before any group is made; variables of the
+            launcher are missing, or its port is taken.
         RuntimeError: groups exist already in this process.
     """
     platform = get_platform()
@@ -175,23 +176,33 @@ def _join(timeout: timedelta) -> None:
 
     A second process group would find the addresses of the first one in the store and wait for them, so each gets keys
     of its own. All ranks join equally often: to join is a collective call.
+
+    Raises ValueError if the environment lacks a variable, or the ranks cannot meet at its address.
     """
     global _joined_here, _rendezvous
     if "WORLD_SIZE" not in os.environ:  # One process without a launcher is a world of its own.
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    address = tuple(map(os.environ.get, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")))
-    if _rendezvous is None or _rendezvous.address != address:
-        _rendezvous = _Rendezvous(address, *next(dist.rendezvous("env://", timeout=timeout)))
-    _rendezvous.store.set_timeout(timeout)
-    store = dist.PrefixStore(f"init_parallel/{_rendezvous.joined}", _rendezvous.store)
-    _rendezvous.joined += 1
-    dist.init_process_group(
-        get_platform().collective_backend,
-        store=store,
-        rank=_rendezvous.rank,
-        world_size=_rendezvous.world_size,
-        timeout=timeout,
-    )
+    names = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        raise ValueError(f"WORLD_SIZE is set, but not {', '.join(missing)}: start the ranks with torchrun")
+    address = tuple(map(os.environ.get, ("WORLD_SIZE", *names)))
+    try:
+        if _rendezvous is None or _rendezvous.address != address:
+            _rendezvous = _Rendezvous(address, *next(dist.rendezvous("env://", timeout=timeout)))
+        _rendezvous.store.set_timeout(timeout)
+        store = dist.PrefixStore(f"init_parallel/{_rendezvous.joined}", _rendezvous.store)
+        _rendezvous.joined += 1
+        dist.init_process_group(
+            get_platform().collective_backend,
+            store=store,
+            rank=_rendezvous.rank,
+            world_size=_rendezvous.world_size,
+            timeout=timeout,
+        )
+    except dist.DistNetworkError as error:  # The port is taken, or nobody listens there.
+        place = f"MASTER_ADDR {os.environ['MASTER_ADDR']}, MASTER_PORT {os.environ['MASTER_PORT']}"
+        raise ValueError(f"{place}: the ranks cannot meet there: {str(error).splitlines()[0]}") from error
     _joined_here = True
 
 

@@ -27,7 +27,7 @@ class StepReport:
 
 
 class Display(ABC):
-    """Where a tracker shows its figures. Calls come from one thread, `stop` is the last."""
+    """Where a tracker shows its figures. Calls but `note` come from one thread, `stop` is the last."""
 
     @abstractmethod
     def show(self, report: StepReport) -> None:
@@ -39,7 +39,7 @@ class Display(ABC):
 
     @abstractmethod
     def note(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a line that stays. Any thread may call it."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -72,7 +72,8 @@ class PlainDisplay(Display):
         pass  # a line per phase would drown the lines per step
 
     def note(self, text: str) -> None:
-        print(text, file=self._console.file, flush=True)
+        self._console.file.write(f"{text}\n")  # In one piece, since notes come from several threads.
+        self._console.file.flush()
 
     def stop(self) -> None:
         pass

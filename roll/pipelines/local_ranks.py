@@ -15,6 +15,8 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
+from roll.config import ConfigError, Problem, mistake
+
 PATIENCE_S = 10.0
 """How long a rank may take to end after it was told to."""
 
@@ -25,17 +27,27 @@ def run_on_ranks(function: Callable[..., None], *arguments: Any, world_size: int
     Function and arguments are pickled. Ranks find each other by the environment, as under torchrun.
 
     Raises:
+        ConfigError: a rank found a mistake of the user (`roll.config.mistake`).
         torch.multiprocessing.ProcessRaisedException: a rank failed; with its traceback.
         KeyboardInterrupt: after every rank has ended.
     """
     cores = os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // world_size)))  # Read when a rank imports torch.
+    mistakes = mp.get_context("spawn").SimpleQueue()
     context = mp.start_processes(
-        _rank, (world_size, _free_port(), function, arguments), nprocs=world_size, join=False, start_method="spawn"
+        _rank,
+        (world_size, _free_port(), mistakes, function, arguments),
+        nprocs=world_size,
+        join=False,
+        start_method="spawn",
     )
     try:
         while not context.join(grace_period=PATIENCE_S):
             pass
+    except mp.ProcessExitedException:
+        if mistakes.empty():
+            raise
+        raise ConfigError([Problem("", mistakes.get())]) from None
     except KeyboardInterrupt:
         for process in context.processes:
             if process.is_alive():
@@ -47,8 +59,10 @@ def run_on_ranks(function: Callable[..., None], *arguments: Any, world_size: int
         raise
 
 
-def _rank(rank: int, world_size: int, port: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    """What each process does."""
+def _rank(
+    rank: int, world_size: int, port: int, mistakes: Any, function: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
+    """What each process does. `mistakes` is a queue for the lines of one."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt_once)
     os.environ.update(
@@ -58,7 +72,14 @@ def _rank(rank: int, world_size: int, port: int, function: Callable[..., None], 
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    function(*arguments)
+    try:
+        function(*arguments)
+    except (ValueError, OSError) as error:
+        lines = mistake(error)
+        if lines is None:
+            raise
+        mistakes.put(lines)
+        raise SystemExit(2) from None
 
 
 def _interrupt_once(number: int, frame: FrameType | None) -> None:

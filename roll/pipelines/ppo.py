@@ -19,13 +19,14 @@ from roll.data.micro_batches import with_plan
 from roll.data.prompts import PromptSampler
 from roll.pipelines.experience import StepMetrics, add_advantages
 from roll.pipelines.prompt_data import PromptData
-from roll.pipelines.roles import Roles, place_roles, ranks_of_roles, start_roles
+from roll.pipelines.roles import Roles, place_roles, ranks_of_roles, start_roles, worker_logs
 from roll.pipelines.sft import FINAL_MODEL
 from roll.pipelines.tracker import EVALUATION, RunTracker, Sample
 from roll.pipelines.warm_start import find_model, make_model
 from roll.protocol import DataProto
 from roll.strategies.progress import end_of_schedule, rate_zero_message
 from roll.workers import Cluster, start_ray
+from roll.workers.output import FollowedOutput
 
 
 def run_ppo(config: PPOConfig, data: PromptData, console: Console | None = None) -> Path:
@@ -43,12 +44,13 @@ def run_ppo(config: PPOConfig, data: PromptData, console: Console | None = None)
     console = console or Console()
     most_ranks = max(ranks_of_roles(config).values())
     with ExitStack() as cleanup:
+        # Before the warm start, which takes minutes: a cluster that is not there is known first.
+        if start_ray(config.ray.address, config.ray.num_cpus or most_ranks, config.ray.connect_timeout_s):
+            cleanup.callback(ray.shutdown)
         model = find_model(config)
         if model is None:
             assert config.warm_start is not None and data.warm_start is not None
             model = make_model(config.warm_start, data.warm_start, console)
-        if start_ray(config.ray.address, config.ray.num_cpus or most_ranks):
-            cleanup.callback(ray.shutdown)
         tracker = cleanup.enter_context(
             RunTracker(
                 config.run_dir,
@@ -58,6 +60,9 @@ def run_ppo(config: PPOConfig, data: PromptData, console: Console | None = None)
                 console=console,
             )
         )
+        tracker.note(f"what workers print is below, and in {config.run_dir / 'logs'}")
+        # Left after the placement: whatever a worker has said before its end is told.
+        cleanup.enter_context(FollowedOutput(worker_logs(config), tracker.note))
         placement = cleanup.enter_context(place_roles(config))
         with tracker.phase("start"):
             roles = start_roles(config, model.absolute(), data.tokenizer, placement)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
 from roll.checkpoint.tensor_sources import HfFolder
-from roll.config import ConfigError, PPOConfig, Problem
+from roll.config import ConfigError, PPOConfig
 from roll.data.prompts import answer_ids, encode_prompts
 from roll.data.tasks import ReasoningTask, load_reward_function
 from roll.pipelines.model_start import tokenizer_in
+from roll.pipelines.run_folder import run_folder_problems
 from roll.pipelines.sft_data import SFTData, load_sft_data
 from roll.pipelines.warm_start import find_model, held_out_problems, learned_items
 from roll.protocol import DataProto
@@ -36,13 +36,13 @@ def load_prompt_data(config: PPOConfig) -> PromptData:
 
     Raises:
         ValueError: no such task or reward function; a model folder without fitting weights or a usable tokenizer; a
-            prompt that is too long or has characters that the tokenizer does not know; a file where the run's folder
-            should be; a warm start that cannot run, whose folder holds another run, that learns held-out problems, or
-            whose answers are too long for a response.
+            prompt that is too long or has characters that the tokenizer does not know; a run's folder that
+            cannot be written to; a warm start that cannot run, whose folder holds another run, that learns held-out
+            problems, or whose answers are too long for a response.
     """
-    problems = list(_files_in_the_way(config))
+    problems = list(run_folder_problems(config.run_dir))
     load_reward_function(config.reward.function)
-    task = ReasoningTask.of(config.task)
+    task = ReasoningTask.of(config.task, "task")
     learned = learned_items(config, task)
     problems += held_out_problems(learned, task)
     if problems:
@@ -64,9 +64,3 @@ def load_prompt_data(config: PPOConfig) -> PromptData:
         encode_prompts(items, tokenizer, config.task.max_prompt_tokens) for items in (task.train, task.eval)
     )
     return PromptData(task, tokenizer, train, held_out, warm_start)
-
-
-def _files_in_the_way(config: PPOConfig) -> Iterator[Problem]:
-    for setting, folder in (("output_dir", config.output_dir), ("name", config.run_dir)):
-        if folder.exists() and not folder.is_dir():
-            yield Problem(setting, f"{folder} must be a folder, and is a file")

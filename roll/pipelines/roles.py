@@ -38,6 +38,11 @@ def ranks_of_roles(config: PPOConfig) -> dict[str, int]:
     return ranks | {"reward": 1}
 
 
+def worker_logs(config: PPOConfig) -> Path:
+    """The folder of what the workers of a run print."""
+    return (config.run_dir / "logs").absolute()
+
+
 def place_roles(config: PPOConfig) -> Placement:
     """Reserve what the roles need; the ranks of the roles share devices."""
     layout = PlacementLayout(ranks_of_roles(config), device=get_platform().ray_resource, cpu_roles=("reward",))
@@ -57,6 +62,7 @@ def start_roles(config: PPOConfig, model: Path, tokenizer: PreTrainedTokenizerBa
             call_timeout_s=config.ray.call_timeout_s,
             start_timeout_s=config.ray.start_timeout_s,
             rows_on=config.rows_on,
+            log_dir=worker_logs(config),
         )
 
     def start_model(role: Any, worker: type[Worker]) -> Cluster:

@@ -11,6 +11,7 @@ from roll.config import ConfigError, Problem, SFTConfig
 from roll.data.packed_dataset import PackedDataset
 from roll.data.sources.sample import SampleSource
 from roll.pipelines.model_start import tokenizer_of
+from roll.pipelines.run_folder import run_folder_problems
 from roll.pipelines.sft_sources import open_sources
 
 
@@ -32,10 +33,11 @@ def load_sft_data(config: SFTConfig) -> SFTData:
 
     Raises:
         ValueError: a model folder without fitting weights or a usable tokenizer; more token ids than the model has;
-            a file that is not there or cannot be read; too little data; a file where the run's folder should be.
+            a file that is not there or cannot be read; too little data; a run's folder that cannot be
+            written to.
     """
-    if config.run_dir.exists() and not config.run_dir.is_dir():
-        raise ConfigError([Problem("name", f"{config.run_dir} must be a folder, and is a file")])
+    if problems := list(run_folder_problems(config.run_dir)):
+        raise ConfigError(problems)
     if config.model.path is not None:
         HfFolder(config.model.path, config.model.architecture).check("lm")
     try:

@@ -36,7 +36,7 @@ def open_sources(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Sourc
     """
     data = config.data
     if data.task is not None:
-        task, length = ReasoningTask.of(data.task), data.task.max_prompt_tokens
+        task, length = ReasoningTask.of(data.task, "data.task"), data.task.max_prompt_tokens
         return Sources(TaskAnswers(task.train, tokenizer, length), TaskAnswers(task.eval, tokenizer, length))
     _check_files_are_held_out(data.files, data.held_out_files)
     source = _from_files(config, "files", data.files, tokenizer)

@@ -8,6 +8,7 @@
                                under "step": null
       tensorboard/             the same metrics as TensorBoard events, timings under "time/"
       samples/step_00012.jsonl a few prompts with the model's responses
+      logs/                    what the workers of a PPO run print, a file for each
       reward.png               the curves of reward and held-out exact match, or another picture that is asked for
 
 Every file is whole at any moment, however the run ends.
@@ -26,6 +27,7 @@ from typing import Any
 from rich.console import Console
 from torch.utils.tensorboard import SummaryWriter
 
+from roll.config import expand_path
 from roll.pipelines.display import Display, StepReport, start_display
 from roll.pipelines.plot import REWARD_PICTURE, Picture, save_picture
 from roll.pipelines.records import (
@@ -73,7 +75,7 @@ class RunTracker:
 
     def __init__(
         self,
-        run_dir: Path,
+        run_dir: str | Path,
         *,
         config_yaml: str,
         total_steps: int,
@@ -84,7 +86,7 @@ class RunTracker:
         resume_after: int | None = None,
         console: Console | None = None,
     ) -> None:
-        self.run_dir = Path(run_dir)
+        self.run_dir = expand_path(run_dir)
         self.title = title
         self.total_steps = total_steps
         self._config_yaml = config_yaml
@@ -187,7 +189,7 @@ class RunTracker:
         replace_file(self.run_dir / "samples" / f"step_{step:05d}.jsonl", b"".join(lines))
 
     def note(self, text: str) -> None:
-        """Print a line that stays above the live display."""
+        """Print a line that stays above the live display. Any thread may call it."""
         self._display.note(text)
 
     def _keep_earlier_steps(self, last_step: int) -> None:
@@ -233,6 +235,6 @@ def _remove_earlier_run(run_dir: Path, picture: Picture) -> None:
     """Delete the files that a tracker writes, and nothing else."""
     whole = [run_dir / name for name in ("config.yaml", "metrics.jsonl", "timings.jsonl", picture.file)]
     samples = [*run_dir.glob("samples/step_*.jsonl"), *run_dir.glob("samples/.step_*.jsonl.tmp")]
-    events = run_dir.glob("tensorboard/events.out.tfevents.*")
+    events = [*run_dir.glob("tensorboard/events.out.tfevents.*"), *run_dir.glob("logs/*.log")]
     for path in [*whole, *map(temporary_path, whole), *samples, *events]:
         path.unlink(missing_ok=True)

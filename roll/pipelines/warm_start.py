@@ -55,7 +55,7 @@ def learned_items(config: PPOConfig, task: ReasoningTask) -> tuple[TaskItem, ...
     theirs = None if config.warm_start is None else config.warm_start.data.task
     if theirs is None:
         return ()
-    return task.train if theirs == config.task else ReasoningTask.of(theirs).train
+    return task.train if theirs == config.task else ReasoningTask.of(theirs, "warm_start.data.task").train
 
 
 def held_out_problems(learned: Sequence[TaskItem], task: ReasoningTask) -> Iterator[Problem]:

@@ -29,8 +29,10 @@ class MicroBatchPlan:
     Results that each rank returns in the order of its share, concatenated over the ranks, speak of rows 0 3 4 1 2;
     `restore` brings them back to 0 1 2 3 4.
 
-    Raises ValueError unless every row stands in exactly one micro-batch of one rank, every rank has the same number of
-    micro-batches, and none is empty.
+    A micro-batch may have no rows, so that a rank with few has as many micro-batches as the others.
+
+    Raises ValueError unless every row stands in exactly one micro-batch of one rank, and every rank has the same number
+    of micro-batches, at least one.
     """
 
     shares: tuple[tuple[tuple[int, ...], ...], ...]
@@ -48,8 +50,6 @@ class MicroBatchPlan:
                 raise ValueError(
                     f"data-parallel rank {rank} has {len(share)} micro-batches, rank 0 has {len(self.shares[0])}"
                 )
-            if any(not micro_batch for micro_batch in share):
-                raise ValueError(f"data-parallel rank {rank} has an empty micro-batch: {share}")
         if not self.shares[0]:
             raise ValueError("a plan needs at least one micro-batch")
 

@@ -18,6 +18,8 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
+from roll.config import expand_path
+
 if TYPE_CHECKING:
     from roll.protocol.batch_data import BatchData
 
@@ -64,7 +66,7 @@ class _Summed:
 
 def save(data: BatchData, path: str | os.PathLike[str]) -> None:
     """Write a batch into one file, which appears whole or not at all, also when the machine goes down."""
-    path = Path(path)
+    path = expand_path(path)
     unfinished = path.with_name(f"{path.name}.{uuid4().hex}.unfinished")
     try:
         with unfinished.open("xb") as file:
@@ -88,7 +90,7 @@ def load(path: str | os.PathLike[str]) -> BatchData:
     """
     from roll.protocol.batch_data import BatchData
 
-    with Path(path).open("rb") as file:
+    with expand_path(path).open("rb") as file:
         header = file.read(len(_HEADER))
         if header != _HEADER:
             raise ValueError(f"{path} does not begin with {_HEADER!r}, so it is no batch that this version can read")

@@ -133,11 +133,11 @@ class TrainStrategy(InferenceStrategy):
         """
 
     @abstractmethod
-    def save_checkpoint(self, folder: Path) -> None:
+    def save_checkpoint(self, folder: str | Path) -> None:
         """Write weights, optimizer and schedule. Collective; the folder appears when it is complete."""
 
     @abstractmethod
-    def load_checkpoint(self, folder: Path) -> None:
+    def load_checkpoint(self, folder: str | Path) -> None:
         """Continue from `save_checkpoint`, under these or other degrees. Collective.
 
         The checkpoint replaces the progress of this strategy: weights, moments, and the steps that optimizer and
@@ -146,5 +146,5 @@ class TrainStrategy(InferenceStrategy):
         """
 
     @abstractmethod
-    def save_hf(self, folder: Path) -> None:
+    def save_hf(self, folder: str | Path) -> None:
         """Write the weights as a Hugging Face folder, with the tokenizer of the folder they came from. Collective."""

@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from roll.checkpoint.folders import begin_folder, finish_folder
 from roll.checkpoint.hf_writer import ShardWriter, copy_tokenizer, write_config, write_index
 from roll.checkpoint.tensor_sources import tensor_source
-from roll.config import ModelConfig, OptimizerSettings, StrategySettings
+from roll.config import ModelConfig, OptimizerSettings, StrategySettings, expand_path
 from roll.data.micro_batches import cut_micro_batches, join_results
 from roll.data.responses import as_responses
 from roll.models.families import to_family
@@ -132,6 +132,9 @@ class HfStrategy(TrainStrategy):
             "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
         }
         scaling = self.model_config.rope_scaling
+        if len(mask) == 0:  # transformers cannot run no rows, so one is run, and left out of the output.
+            one = {name: tensor.new_ones(1, mask.shape[1]) for name, tensor in inputs.items()}
+            return PaddedOutput(self._run(one)[:0], mask.bool())
         if scaling is None or scaling.rope_type != "dynamic":
             return PaddedOutput(self._run(inputs), mask.bool())
         outputs = []
@@ -210,35 +213,36 @@ class HfStrategy(TrainStrategy):
     def model_update(self, bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
         yield from in_buckets(as_family_names(self.model_config, dict(self._weights())), bucket_bytes)
 
-    def save_checkpoint(self, folder: Path) -> None:
+    def save_checkpoint(self, folder: str | Path) -> None:
         settings, trained = self._training("saves a checkpoint")
-        unfinished = begin_folder(Path(folder))
-        torch.save(
-            trained.state_dict() | {"progress": progress_of(settings, self.steps)},
-            unfinished / "state.pt",
-        )
-        finish_folder(unfinished, Path(folder))
+        folder = expand_path(folder)
+        unfinished = begin_folder(folder)
+        state = trained.state_dict() | {"progress": progress_of(settings, self.steps)}
+        torch.save(state, unfinished / "state.pt")
+        finish_folder(unfinished, folder)
 
-    def load_checkpoint(self, folder: Path) -> None:
+    def load_checkpoint(self, folder: str | Path) -> None:
         settings, trained = self._training("loads a checkpoint")
-        if not (Path(folder) / "state.pt").is_file():
+        folder = expand_path(folder)
+        if not (folder / "state.pt").is_file():
             raise ValueError(f"{folder} is not a checkpoint of strategy hf: it holds no state.pt")
-        state = torch.load(Path(folder) / "state.pt", map_location=self.device, weights_only=True)
+        state = torch.load(folder / "state.pt", map_location=self.device, weights_only=True)
         steps = continued_steps(state, settings)
         trained.load_state_dict(state)
         self.steps = steps
         self._end_of_schedule = EndOfSchedule(settings)
 
-    def save_hf(self, folder: Path) -> None:
-        unfinished = begin_folder(Path(folder))
+    def save_hf(self, folder: str | Path) -> None:
+        folder = expand_path(folder)
+        unfinished = begin_folder(folder)
         writer = ShardWriter(unfinished)
         for name, tensor in as_family_names(self.model_config, dict(self._weights())):
             writer.add(name, tensor)
         writer.flush()
         write_index(unfinished, [writer.file_of])
         write_config(unfinished, self.model_config, self.network.dtype)
-        copy_tokenizer(Path(self.settings.model_path), unfinished)
-        finish_folder(unfinished, Path(folder))
+        copy_tokenizer(self.settings.model_path, unfinished)
+        finish_folder(unfinished, folder)
 
     @torch.no_grad()
     def generate(

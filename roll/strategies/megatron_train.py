@@ -157,14 +157,14 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
         tensors = export_hf_tensors(self.gpt, self.state, dtype=self._dtype)
         yield from in_buckets(to_family(self.model_config, tensors), bucket_bytes)
 
-    def save_checkpoint(self, folder: Path) -> None:
+    def save_checkpoint(self, folder: str | Path) -> None:
         sharded, steps = sharded_training_state(self.gpt, self.optimizer, self.state)
         progress = progress_of(self.optimizer_settings, self.schedule.num_steps)
-        save_sharded(Path(folder), {"tensors": sharded, "adam_steps": steps, "progress": progress})
+        save_sharded(folder, {"tensors": sharded, "adam_steps": steps, "progress": progress})
 
-    def load_checkpoint(self, folder: Path) -> None:
+    def load_checkpoint(self, folder: str | Path) -> None:
         sharded, _ = sharded_training_state(self.gpt, self.optimizer, self.state)
-        loaded = load_sharded(Path(folder), {"tensors": sharded})
+        loaded = load_sharded(folder, {"tensors": sharded})
         steps = continued_steps(loaded, self.optimizer_settings, speaks=self.state.rank == 0)
         restore_training_state(self.gpt, self.optimizer, self.state, loaded["tensors"], loaded["adam_steps"])
         # Megatron-Core's own `load_state_dict` adds to the steps that were taken, and brings the old settings back.
@@ -172,14 +172,14 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
         self.schedule.step(increment=0)
         self._end_of_schedule = EndOfSchedule(self.optimizer_settings)
 
-    def save_hf(self, folder: Path) -> None:
+    def save_hf(self, folder: str | Path) -> None:
         save_hf(
-            Path(folder),
+            folder,
             self.gpt,
             self.model_config,
             self.state,
             dtype=self._dtype,
-            tokenizer_from=Path(self.settings.model_path),
+            tokenizer_from=self.settings.model_path,
         )
 
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from roll.workers.cluster import Cluster, PendingCall
+    from roll.workers.connection import start_ray
     from roll.workers.dispatch import Dispatch, register
     from roll.workers.failure import CallTimedOut, WorkerError, WorkerFailed
-    from roll.workers.placement import Placement, PlacementLayout, start_ray
+    from roll.workers.placement import Placement, PlacementLayout
     from roll.workers.worker import Worker
 
 _HOME = {
@@ -26,7 +27,7 @@ _HOME = {
     "WorkerError": "failure",
     "WorkerFailed": "failure",
     "register": "dispatch",
-    "start_ray": "placement",
+    "start_ray": "connection",
 }
 
 __all__ = [

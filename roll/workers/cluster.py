@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -128,9 +128,10 @@ class Cluster:
     """The actors of one role. A context manager; `placement` also stops it.
 
     The constructor starts all actors and does not wait for them, so that the clusters of a run start side by side;
-    `ready`, or the first call, waits. `worker_kwargs` go to the constructor of every worker, beside `role`, `rank` and
-    `world_size`. `threads` is the number of threads a worker computes with on a CPU. `rows_on` says which ranks get the
-    rows under DP_MP_DISPATCH_FIRST (see `route`); the strategies of the workers must be set alike.
+    `ready`, or the first call, waits. `worker_kwargs` go to the constructor of every worker, beside `role`, `rank`,
+    `world_size` and `log_dir`. Workers write what they print into files in `log_dir`; None leaves it to Ray. `threads`
+    is the number of threads a worker computes with on a CPU. `rows_on` says which ranks get the rows under
+    DP_MP_DISPATCH_FIRST (see `route`); the strategies of the workers must be set alike.
 
     Raises ValueError if the layout of the placement does not have this role with this number of ranks, or `rows_on` is
     unknown; TypeError for `worker_kwargs` that the constructor does not take.
@@ -148,6 +149,7 @@ class Cluster:
         start_timeout_s: float = 300.0,
         threads: int = 1,
         rows_on: RowsOn = "leader",
+        log_dir: Path | None = None,
     ) -> None:
         check_rows_on(rows_on)
         placed = placement.layout.roles.get(role)
@@ -166,6 +168,7 @@ class Cluster:
         self._killed = self._gone = False
         placement.clusters.append(self)
         actor_cls: Any = ray.remote(actor_class(worker_cls))
+        identity = {"role": role, "world_size": degrees.world_size, "log_dir": log_dir}
         for rank in range(degrees.world_size):
             placed_cls = actor_cls.options(**placement.actor_options(role, rank))
             self.actors.append(placed_cls.remote(rank=rank, **identity, **(worker_kwargs or {})))

@@ -64,17 +64,17 @@ class TrainWorker(ReferenceWorker):
         return [ray.put(bucket) if keeps else None for bucket in self.strategy.model_update(bucket_bytes)]
 
     @register(Dispatch.ONE_TO_ALL)
-    def save_hf(self, folder: Path) -> None:
+    def save_hf(self, folder: str | Path) -> None:
         """Write the model as a Hugging Face folder."""
         self.strategy.save_hf(folder)
 
     @register(Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, folder: Path) -> None:
+    def save_checkpoint(self, folder: str | Path) -> None:
         """Write weights, optimizer and schedule."""
         self.strategy.save_checkpoint(folder)
 
     @register(Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, folder: Path) -> None:
+    def load_checkpoint(self, folder: str | Path) -> None:
         """Continue from `save_checkpoint`."""
         self.strategy.load_checkpoint(folder)
 

@@ -13,7 +13,6 @@ On CPUs the fractions only order the processes; they all run when they have work
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -131,24 +130,6 @@ class Placement:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
-
-
-def start_ray(address: str | None, num_cpus: int) -> bool:
-    """Connect to the Ray cluster at `address`, or of RAY_ADDRESS (which a submitted job has), else start one here.
-
-    A local Ray gets as many CPUs as the machine has, and at least `num_cpus`: the CPUs of Ray only count processes, so
-    a run of 4 ranks also works on 2 cores. Returns whether this call started or joined Ray: the caller then owes a
-    `ray.shutdown()`.
-    """
-    if ray.is_initialized():
-        return False
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-    if address or os.environ.get("RAY_ADDRESS"):
-        ray.init(address=address, **quiet)
-    else:
-        cpus = max(num_cpus, os.cpu_count() or 1)
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
-    return True
 
 
 def order_by_node(layout: PlacementLayout, nodes: Sequence[str]) -> list[int]:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
+from roll.config import expand_path
 from roll.data.tasks import checked_rewards, exact_match, load_reward_function
 from roll.protocol import DataProto
 from roll.workers.dispatch import Dispatch, register
@@ -18,10 +19,10 @@ from roll.workers.worker import Worker
 class RewardWorker(Worker):
     """Decodes responses and calls the reward function on them."""
 
-    def __init__(self, *, function: str, tokenizer: Path, **rank: Any) -> None:
+    def __init__(self, *, function: str, tokenizer: str | Path, **rank: Any) -> None:
         super().__init__(**rank)
         self.function = load_reward_function(function)
-        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        self.tokenizer = AutoTokenizer.from_pretrained(expand_path(tokenizer))
 
     @register(Dispatch.DP_MP_COMPUTE, fields=("input_ids", "response_mask", "entry"), returns_batch=True)
     def score(self, batch: DataProto) -> DataProto:

@@ -14,12 +14,14 @@ import sys
 import time
 import traceback
 from collections.abc import Awaitable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 
 from roll.workers.dispatch import Dispatch, register
 from roll.workers.failure import RankError
+from roll.workers.output import output_file, write_output_to
 from roll.workers.remote_batch import RemoteBatch
 
 if TYPE_CHECKING:
@@ -37,10 +39,13 @@ FETCH_TIMEOUT_S = 300.0
 class Worker:
     """One rank of a role. Subclasses add methods marked with `@register`; `Cluster` makes and calls the actors.
 
-    Subclasses that take arguments accept them by keyword and pass `role`, `rank` and `world_size` on.
+    Subclasses that take arguments accept them by keyword and pass the others on, before they call code of the user.
+    `log_dir`: folder of a file for what this process prints.
     """
 
-    def __init__(self, *, role: str, rank: int, world_size: int) -> None:
+    def __init__(self, *, role: str, rank: int, world_size: int, log_dir: Path | None = None) -> None:
+        if log_dir is not None:
+            write_output_to(output_file(log_dir, role, rank))
         self.role = role
         self.rank = rank
         self.world_size = world_size

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,7 +46,16 @@ _calls = itertools.count(1)
 
 def fails_in_step_three(responses: list[str], entries: list[Entry]) -> list[float]:
     """A reward function that is right for the evaluation before the first step, and for two steps with theirs."""
-    return score_responses(responses, entries) if next(_calls) <= 5 else [1.0]
+    call = next(_calls)
+    print(f"call {call}", "of a reward function")
+    print("to stderr", file=sys.stderr)
+    logging.getLogger("my.rewards").warning("logged")
+    warnings.warn("a warning", stacklevel=1)
+    os.system("echo from a subprocess")
+    if call <= 5:
+        return score_responses(responses, entries)
+    print("last words", end="")
+    return [1.0]
 
 
 @contextmanager

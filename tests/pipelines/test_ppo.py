@@ -100,6 +100,16 @@ def test_two_runs_with_one_seed_write_the_same_metrics_and_a_bad_reward_function
     assert outcome.returncode == 1, outcome.stdout + outcome.stderr
     assert "fails_in_step_three returned 1 rewards for 16 responses" in outcome.stderr
     assert "reward rank 0" in outcome.stderr
+    # What the function prints is on the console, and in the file that the run names.
+    logs = first_run.parent / "second" / "logs"
+    assert f"what workers print is below, and in {logs}\n" in outcome.stdout
+    log = (logs / "reward_0.log").read_text()
+    said = [f"call {call} of a reward function" for call in range(1, 7)]
+    for line in [*said, "to stderr", "logged", "from a subprocess", "last words"]:
+        assert f"reward 0: {line}\n" in outcome.stdout, outcome.stdout
+        assert line in log
+    assert "UserWarning: a warning" in outcome.stdout
+    assert [line for line in log.splitlines() if line in said] == said
 
 
 @pytest.mark.slow

@@ -20,7 +20,10 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from roll.data.plan import plan_micro_batches
 from roll.parallel.degrees import ParallelDegrees
 from roll.protocol import DataProto, DataProtoFuture, LossNormalizers, MicroBatchPlan
 from roll.workers.dispatch import (
@@ -160,6 +163,26 @@ def test_gather_joins_batches_and_undoes_the_plan(dispatch: Dispatch) -> None:
     for wrong in (halves, [results_of([4, 0]), results_of([3, 2, 1])]):  # too few, and as many but not each its own
         with pytest.raises(ValueError, match="data-parallel group 0 returned 2 rows for its share of 3"):
             gather(rule, wrong, planned)
+
+
+@given(st.lists(st.integers(0, 9), max_size=9), st.sampled_from(SPLITTING), st.sampled_from([1, 2, 4]), st.booleans())
+def test_planned_rows_of_any_number_come_back_in_their_order(
+    lengths: list[int], dispatch: Dispatch, tp: int, by_rows: bool
+) -> None:
+    degrees, rule = ParallelDegrees(8, tp=tp), Rule(dispatch)
+    settings = {"rows": 2} if by_rows else {"max_tokens": 9}
+    plan = plan_micro_batches(lengths, degrees.dp, **settings)
+    names = [f"row {row}" for row in range(len(lengths))]
+    data = DataProto.from_dict({"x": torch.arange(len(lengths))}, {"name": names}).with_plan(plan)
+    routed, sent = route(rule, degrees, [data], {})
+    shares = [routed[rank].args[0] for rank in degrees.leaders]
+    assert [len(share) for share in shares] == [len(rows) for rows in plan.rows]
+    results = [
+        DataProto.from_dict({"y": 10 * share["x"]}, {"name": share.non_tensor_batch["name"]}) for share in shares
+    ]
+    joined = gather(rule, results, sent)
+    assert joined["y"].tolist() == [10 * row for row in range(len(lengths))]
+    assert list(joined.non_tensor_batch["name"]) == names
 
 
 @pytest.mark.parametrize("dispatch", SPLITTING)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from roll.config import expand_path
 from roll.data.sources.sample import Ids, Sample
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class Paragraphs:
         """
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no end token, which ends a paragraph")
-        self._files = [Path(file) for file in files]
+        self._files = [expand_path(file) for file in files]
         self._tokenizer = tokenizer
         spans: list[tuple[int, int, int]] = []  # number of the file, first byte, byte behind the last
         lengths: list[int] = []

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from roll.config import expand_path
 from roll.data.sources.conversation import encode_messages, encode_response
 from roll.data.sources.sample import Ids, Sample
 
@@ -47,7 +48,7 @@ class TextFiles:
         """
         from datasets import concatenate_datasets
 
-        paths = [Path(file) for file in ([files] if isinstance(files, str | Path) else files)]
+        paths = [expand_path(file) for file in ([files] if isinstance(files, str | Path) else files)]
         if not paths:
             raise ValueError("no files are given")
         parts = [_tokenized(path, tokenizer, cache_dir) for path in paths]
@@ -111,7 +112,7 @@ def _read(path: Path, cache_dir: str | Path | None) -> Dataset:
         raise ValueError(f"{path} is not a file")
     if not path.stat().st_size:
         raise ValueError(f"{path} is empty")
-    cache = None if cache_dir is None else str(cache_dir)
+    cache = None if cache_dir is None else str(expand_path(cache_dir))
     try:
         return load_dataset(_READERS[path.suffix], data_files=str(path), split="train", cache_dir=cache)
     except (DatasetGenerationError, ValueError) as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from roll.config import expand_path
 from roll.data.sources.sample import Ids, Sample
 
 
@@ -26,7 +27,7 @@ class TokenizedFolder:
     """
 
     def __init__(self, path: str | Path) -> None:
-        path = Path(path)
+        path = expand_path(path)
         self.files = [path] if path.is_file() else sorted(path.rglob("*.bin"))
         if not self.files:
             raise ValueError(f"{path} holds no .bin file")
@@ -75,7 +76,7 @@ def write_tokenized(file: str | Path, samples: Iterator[list[int]] | list[list[i
 
     The meta file comes last: a `.bin` without one is refused when it is read.
     """
-    file = Path(file)
+    file = expand_path(file)
     meta: list[tuple[int, int]] = []
     offset = 0
     partial_bin, partial_meta = _partial(file), _partial(_meta_of(file))

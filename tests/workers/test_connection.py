@@ -1,0 +1,103 @@
+"""Clusters that are not there: known in time, with their address, in our words."""
+
+from __future__ import annotations
+
+import http.server
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from roll.config import ConfigError
+from roll.workers.connection import check_cluster, start_ray
+
+
+@contextmanager
+def listening(backlog: int = 16) -> Iterator[tuple[socket.socket, str]]:
+    """A port that takes connections and never says a word."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(backlog)
+        yield server, f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def closed_port() -> str:
+    with listening() as (_, address):
+        return address
+
+
+@pytest.mark.parametrize(
+    ("address", "found"),
+    [
+        ("nonsense", "must be host:port"),
+        ("127.0.0.1:http", "must be host:port"),
+        ("127.0.0.1:99999", "must be host:port"),
+        ("127.0.0.1", "must be host:port"),
+        ("ray://127.0.0.1", "must be host:port"),
+        ("a b:6379", "must be host:port"),
+        ("no-such-host.invalid:6379", "no Ray cluster answers at"),
+    ],
+)
+def test_addresses_of_no_cluster(address: str, found: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^ray.address: {found}.*{address}.*set no address"):
+        start_ray(address, 1)
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_a_port_that_nobody_serves(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    address = scheme + closed_port()
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    for given in (None, "", "auto"):
+        with pytest.raises(ConfigError, match=f"^RAY_ADDRESS: no Ray cluster answers at '{address}' .*refused"):
+            start_ray(given, 1)
+    monkeypatch.delenv("RAY_ADDRESS")
+    with pytest.raises(ConfigError, match=f"^ray.address: no Ray cluster answers at '{address}' .*refused"):
+        start_ray(address, 1)
+
+
+def test_a_port_that_is_silent() -> None:
+    with listening() as (_, address), pytest.raises(ConfigError, match=f"at '{address}' within 1 s"):
+        check_cluster("ray.address", address, 1)
+
+
+def test_a_host_that_drops_packets() -> None:
+    # Linux leaves connection attempts unanswered while the queue of those not yet taken is full.
+    with listening(backlog=0) as (server, address):
+        waiting = [socket.socket() for _ in range(3)]
+        try:
+            for client in waiting:
+                client.setblocking(False)
+                client.connect_ex(server.getsockname())
+            with pytest.raises(ConfigError, match=f"no Ray cluster answers at '{address}' .*timed out"):
+                check_cluster("ray.address", address, 1)
+        finally:
+            for client in waiting:
+                client.close()
+
+
+def test_a_port_where_something_else_listens() -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            address = f"127.0.0.1:{server.server_address[1]}"
+            with pytest.raises(ConfigError, match=f"ray.address: no Ray cluster answers at '{address}'"):
+                check_cluster("ray.address", address, 3)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_the_address_that_a_killed_cluster_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ray").mkdir()
+    address = closed_port()
+    (tmp_path / "ray" / "ray_current_cluster").write_text(address)
+    monkeypatch.setenv("RAY_gcs_rpc_server_connect_timeout_s", "1")  # When Ray first names what it tries.
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    port = address.rpartition(":")[2]
+    with pytest.raises(ConfigError, match=rf"ray.address: no Ray cluster answers at 'auto' \(\S+:{port}\) within 6 s"):
+        check_cluster("ray.address", "auto", 6)
