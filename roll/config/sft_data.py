@@ -9,6 +9,7 @@ from pydantic import Field, Strict
 
 from roll.config.problems import Check, Problem
 from roll.config.settings import Settings
+from roll.config.strategy import FolderPath
 from roll.config.task import TaskSettings
 
 Files = Annotated[tuple[str, ...], Strict(False)]
@@ -28,6 +29,9 @@ class SFTDataSettings(Settings):
     """Files that are only measured on."""
     held_out_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the samples, drawn by the run's seed, that is only measured on; with no `held_out_files`."""
+    cache_dir: FolderPath | None = None
+    """Folder that keeps the tokens of conversations for the next start; null: roll/ in the user's cache folder
+    ($XDG_CACHE_HOME, or ~/.cache)."""
     task: TaskSettings | None = None
     """The problems of kind task; its held-out ones are only measured on."""
 

@@ -1,6 +1,6 @@
 """From tasks and token rows to micro-batches: tokenizers, prompts, packing, the plan of a step.
 
-The public names are loaded when they are first used: neither transformers nor datasets comes with them.
+The public names are loaded when they are first used: neither transformers nor pyarrow comes with them.
 """
 
 from __future__ import annotations

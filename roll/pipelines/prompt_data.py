@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from roll.checkpoint.tensor_sources import HfFolder
 from roll.config import ConfigError, PPOConfig, Problem
-from roll.data.prompts import answer_ids, encode_prompts
+from roll.data.prompts import encode_answers, encode_prompts
 from roll.data.tasks import ReasoningTask, load_reward_function
 from roll.pipelines.model_start import tokenizer_in
 from roll.pipelines.sft_data import SFTData, load_sft_data
@@ -59,7 +59,7 @@ def load_prompt_data(config: PPOConfig) -> PromptData:
         except ConfigError as error:
             raise error.under("warm_start") from error
         tokenizer = warm_start.tokenizer
-    answer_ids(learned, tokenizer, config.rollout.max_new_tokens)  # What is learned must fit into a response.
+    encode_answers(learned, tokenizer, config.rollout.max_new_tokens)  # What is learned must fit into a response.
     train, held_out = (
         encode_prompts(items, tokenizer, config.task.max_prompt_tokens) for items in (task.train, task.eval)
     )

@@ -6,6 +6,7 @@ there are.
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from roll.data.sources.sample import Ids, Sample
+from roll.data.special_tokens import encode_text, front_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,6 +32,7 @@ class Paragraphs:
             raise ValueError("the tokenizer has no end token, which ends a paragraph")
         self._files = [Path(file) for file in files]
         self._tokenizer = tokenizer
+        self._front = front_tokens(tokenizer)
         spans: list[tuple[int, int, int]] = []  # number of the file, first byte, byte behind the last
         lengths: list[int] = []
         self.num_unknown = 0
@@ -58,7 +61,11 @@ class Paragraphs:
         with file.open("rb") as stream:
             stream.seek(start)
             content = stream.read(stop - start)
-        sample = self._sample(content, f"{file} at byte {start}")
+        origin = f"{file} at byte {start}"
+        try:
+            sample = self._sample(content, origin)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{origin}: the paragraph is no longer UTF-8 text: the file has changed") from error
         if len(sample) != self._lengths[index]:
             was, now = self._lengths[index], len(sample)
             raise ValueError(f"{sample.origin}: the paragraph had {was} tokens and now has {now}: the file has changed")
@@ -66,9 +73,9 @@ class Paragraphs:
 
     def _sample(self, content: bytes, origin: str) -> Sample:
         end = self._tokenizer.eos_token_id
-        ids = self._tokenizer.encode(content.decode(errors="replace"))  # with whatever the tokenizer puts in front
+        ids = encode_text(content.decode(), self._tokenizer, self._front)
         if not ids or ids[-1] != end:
-            ids.append(end)
+            ids = [*ids, end]
         array = np.array(ids, dtype=np.int64)
         unknown = self._tokenizer.unk_token_id
         return Sample(array, np.ones(len(array), np.bool_) if unknown is None else array != unknown, origin)
@@ -87,8 +94,8 @@ def _read(file: Path) -> bytes:
 
 def _spans(content: bytes) -> Iterator[tuple[int, int]]:
     """First byte of each paragraph, and the byte behind its last line's text."""
-    start = stop = offset = 0
-    for line in content.splitlines(keepends=True):
+    start = stop = offset = len(BOM_UTF8) if content.startswith(BOM_UTF8) else 0
+    for line in content[offset:].splitlines(keepends=True):
         if line.strip():
             if stop <= start:
                 start = offset
