@@ -56,9 +56,11 @@ def run_ppo(config: PPOConfig, data: PromptData, console: Console | None = None)
                 console=console,
             )
         )
+        for note in data.notes:
+            tracker.note(note)
         placement = cleanup.enter_context(place_roles(config))
         with tracker.phase("start"):
-            roles = start_roles(config, model.absolute(), data.tokenizer, placement)
+            roles = start_roles(config, model.absolute(), data, placement)
         PPOPipeline(config, data, roles, tracker).run()
     return config.run_dir
 
