@@ -13,7 +13,7 @@ from roll.config import PPOConfig, load_config
 
 
 def main() -> int:
-    """The exit status: 0 done, 2 wrong settings, 130 stopped by Ctrl-C."""
+    """The exit status: 0 done, 2 wrong settings or data, 130 stopped by Ctrl-C."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, default=Path(__file__).with_name("ppo_cpu.yaml"))
     parser.add_argument("overrides", nargs="*", metavar="setting=value", help="e.g. ppo.steps=5")
@@ -21,6 +21,7 @@ def main() -> int:
     try:
         config = load_config(PPOConfig, arguments.config, arguments.overrides)
         # Only now: a mistake in the settings is told in a second, these imports take several.
+        from roll.data import DataError
         from roll.pipelines.ppo import run_ppo
         from roll.pipelines.prompt_data import load_prompt_data
 
@@ -30,6 +31,9 @@ def main() -> int:
         return 2
     try:
         run_dir = run_ppo(config, data)
+    except DataError as error:
+        print(error, file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("stopped; every file that was begun is whole")
         return 130

@@ -16,7 +16,7 @@ from roll.config import SFTConfig, load_config
 
 
 def main() -> int:
-    """The exit status: 0 done, 2 wrong settings, 130 stopped by Ctrl-C."""
+    """The exit status: 0 done, 2 wrong settings or data, 130 stopped by Ctrl-C."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, default=Path(__file__).with_name("sft_cpu.yaml"))
     parser.add_argument("overrides", nargs="*", metavar="setting=value", help="e.g. steps=5")
@@ -24,6 +24,7 @@ def main() -> int:
     try:
         config = load_config(SFTConfig, arguments.config, arguments.overrides)
         # Only now: a mistake in the settings is told in a second, these imports take several.
+        from roll.data import DataError
         from roll.pipelines.local_ranks import run_on_ranks
         from roll.pipelines.sft import check_ranks, run_sft
         from roll.pipelines.sft_checkpoint import step_to_resume
@@ -42,6 +43,9 @@ def main() -> int:
         else:
             run_on_ranks(run_sft, config, data, world_size=config.world_size)
             print(f"done: {config.run_dir}")
+    except DataError as error:
+        print(error, file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("stopped; every file that was begun is whole")
         return 130

@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     )
     from roll.data.sources.lists import ListSource
     from roll.data.sources.paragraphs import Paragraphs
-    from roll.data.sources.sample import Sample, SampleSource
+    from roll.data.sources.sample import DataError, Sample, SampleSource
     from roll.data.sources.text_files import TextFiles
     from roll.data.sources.tokenized_folder import TokenizedFolder
     from roll.data.unpack import build_unpack
 
 __all__ = [
+    "DataError",
     "ListSource",
     "Pack",
     "PackBatchSampler",
@@ -53,6 +54,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "DataError": "sources.sample",
     "ListSource": "sources.lists",
     "Pack": "packs",
     "PackBatchSampler": "batch_sampler",

@@ -44,7 +44,8 @@ def _folders(config: PPOConfig) -> Iterator[Path]:
 
 def _named(tokens: Sequence[int | str], tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     vocabulary = tokenizer.get_vocab()
-    known, found, problems = set(vocabulary.values()), {}, []
+    known, problems = set(vocabulary.values()), []
+    found: dict[int, None] = {}
     for token in tokens:
         token_id = token if isinstance(token, int) else _id_of(token, vocabulary, tokenizer)
         if token_id is None or token_id not in known:

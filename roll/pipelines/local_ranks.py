@@ -9,11 +9,16 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable
+from multiprocessing.queues import SimpleQueue
 from types import FrameType
 from typing import Any
 
 import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import ProcessExitedException
+
+from roll.data.sources.sample import DataError
 
 PATIENCE_S = 10.0
 """How long a rank may take to end after it was told to."""
@@ -25,17 +30,27 @@ def run_on_ranks(function: Callable[..., None], *arguments: Any, world_size: int
     Function and arguments are pickled. Ranks find each other by the environment, as under torchrun.
 
     Raises:
+        DataError: a rank met a sample that cannot be used; in its words.
         torch.multiprocessing.ProcessRaisedException: a rank failed; with its traceback.
         KeyboardInterrupt: after every rank has ended.
     """
     cores = os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // world_size)))  # Read when a rank imports torch.
+    refusals = mp.get_context("spawn").SimpleQueue()
     context = mp.start_processes(
-        _rank, (world_size, _free_port(), function, arguments), nprocs=world_size, join=False, start_method="spawn"
+        _rank,
+        (world_size, _free_port(), refusals, function, arguments),
+        nprocs=world_size,
+        join=False,
+        start_method="spawn",
     )
     try:
         while not context.join(grace_period=PATIENCE_S):
             pass
+    except ProcessExitedException:
+        if refusals.empty():
+            raise
+        raise DataError(refusals.get()) from None
     except KeyboardInterrupt:
         for process in context.processes:
             if process.is_alive():
@@ -47,7 +62,14 @@ def run_on_ranks(function: Callable[..., None], *arguments: Any, world_size: int
         raise
 
 
-def _rank(rank: int, world_size: int, port: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int,
+    world_size: int,
+    port: int,
+    refusals: SimpleQueue[str],
+    function: Callable[..., None],
+    arguments: tuple[Any, ...],
+) -> None:
     """What each process does."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt_once)
@@ -58,7 +80,11 @@ def _rank(rank: int, world_size: int, port: int, function: Callable[..., None], 
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    function(*arguments)
+    try:
+        function(*arguments)
+    except DataError as error:
+        refusals.put(str(error))
+        sys.exit(1)
 
 
 def _interrupt_once(number: int, frame: FrameType | None) -> None:

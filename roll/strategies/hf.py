@@ -175,7 +175,7 @@ class HfStrategy(TrainStrategy):
         normalizers = count_loss_tokens(batch["response_mask"][:, 1:])
         lr = learning_rate(settings, self.steps)
         if normalizers.tokens == 0:
-            return {"loss": 0.0, "grad_norm": 0.0, "lr": lr, "skipped_steps": 1.0}
+            return {"lr": lr, "skipped_steps": 1.0}
         self.optimizer.zero_grad()
         totals: Metrics = {}
         for micro_batch in cut_micro_batches(batch, self.settings.micro_batch, 0)[0]:

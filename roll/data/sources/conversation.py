@@ -87,13 +87,15 @@ def _of_messages(messages: Any, tokenizer: PreTrainedTokenizerBase, origin: str)
     check_offsets(tokenizer)
     if tokenizer.chat_template is None:
         raise ValueError(f"{origin}: messages need a chat template, and the tokenizer has none")
+    encoded: EncodedText | LearnedText
     if _GENERATION.search(tokenizer.get_chat_template()):
         tokens = _applied(messages, tokenizer, origin, return_dict=True, return_assistant_tokens_mask=True)
-        encoded = EncodedText(list(tokens["input_ids"]), list(map(bool, tokens["assistant_masks"])))
-        learned = any(encoded.in_loss)
+        in_loss = list(map(bool, tokens["assistant_masks"]))
+        encoded, learned = EncodedText(list(tokens["input_ids"]), in_loss), any(in_loss)
     else:
-        encoded = LearnedText(*_spans(messages, tokenizer, origin), from_template=True, origin=origin)
-        learned = any(start < stop for start, stop in encoded.learned)
+        text, spans = _spans(messages, tokenizer, origin)
+        encoded = LearnedText(text, spans, from_template=True, origin=origin)
+        learned = any(start < stop for start, stop in spans)
     if not learned:
         raise ValueError(f"{origin}: the chat template writes nothing for its answers, so there is nothing to learn")
     return encoded

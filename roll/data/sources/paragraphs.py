@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from roll.data.sources.sample import Ids, Sample
+from roll.data.sources.sample import DataError, Ids, Sample
 from roll.data.special_tokens import encode_text, front_tokens
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Paragraphs:
         return len(self._lengths)
 
     def __getitem__(self, index: int) -> Sample:
-        """Read and tokenize a paragraph. Raises ValueError if the file has changed since."""
+        """Read and tokenize a paragraph. Raises DataError if the file has changed since."""
         number, start, stop = self._spans[index].tolist()
         file = self._files[number]
         with file.open("rb") as stream:
@@ -65,10 +65,10 @@ class Paragraphs:
         try:
             sample = self._sample(content, origin)
         except UnicodeDecodeError as error:
-            raise ValueError(f"{origin}: the paragraph is no longer UTF-8 text: the file has changed") from error
+            raise DataError(f"{origin}: the paragraph is no longer UTF-8 text: the file has changed") from error
         if len(sample) != self._lengths[index]:
             was, now = self._lengths[index], len(sample)
-            raise ValueError(f"{sample.origin}: the paragraph had {was} tokens and now has {now}: the file has changed")
+            raise DataError(f"{sample.origin}: the paragraph had {was} tokens and now has {now}: the file has changed")
         return sample
 
     def _sample(self, content: bytes, origin: str) -> Sample:
