@@ -15,7 +15,7 @@ from roll.config import PPOConfig, load_config
 
 
 def main() -> int:
-    """The exit status: 0 done, 1 a worker failed, 2 wrong settings, 130 stopped by Ctrl-C."""
+    """The exit status: 0 done, 1 a worker failed, 2 wrong settings or data, 130 stopped by Ctrl-C."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, default=Path(__file__).with_name("ppo_cpu.yaml"))
     parser.add_argument("overrides", nargs="*", metavar="setting=value", help="e.g. ppo.steps=5")

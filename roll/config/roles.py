@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, PositiveFloat, PositiveInt, Strict
 
 from roll.config.micro_batch import MicroBatchSettings
 from roll.config.optimizer import OptimizerSettings
 from roll.config.parallel import ParallelSettings
+from roll.config.problems import Check, Problem
 from roll.config.settings import Settings
 
 
@@ -53,10 +55,20 @@ class RolloutSettings(Settings):
     """What generates: transformers, one process per rank."""
     max_new_tokens: PositiveInt
     """Longest response in tokens, the end token included."""
+    end_tokens: Annotated[tuple[int | str, ...], Strict(False)] | None = None
+    """Tokens that end a response, as text or as ids, such as ["<|im_end|>", 5]; null: the end tokens of
+    generation_config.json, config.json and tokenizer together."""
     batch_size: PositiveInt | None = None
     """Rows per generate call; null: all rows of the rank at once."""
     weight_bucket_mb: PositiveFloat = 64
     """Size in MiB of the pieces in which the actor's weights arrive."""
+
+    def checks(self) -> Iterable[Check]:
+        return (self._something_ends_a_response,)
+
+    def _something_ends_a_response(self) -> Iterator[Problem]:
+        if self.end_tokens == ():
+            yield Problem("end_tokens", "must name at least one token, or be null, got []")
 
 
 def _module_and_function(value: str) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from roll.config.paths import PatternsSetting
+from roll.config.paths import PathSetting, PatternsSetting
 from roll.config.problems import Check, Problem
 from roll.config.settings import Settings
 from roll.config.task import TaskSettings
@@ -28,6 +28,9 @@ class SFTDataSettings(Settings):
     """Files that are only measured on."""
     held_out_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the samples, drawn by the run's seed, that is only measured on; with no `held_out_files`."""
+    cache_dir: PathSetting | None = None
+    """Folder that keeps the tokens of conversations for the next start; null: roll/ in the user's cache folder
+    ($XDG_CACHE_HOME, or ~/.cache)."""
     task: TaskSettings | None = None
     """The problems of kind task; its held-out ones are only measured on."""
 

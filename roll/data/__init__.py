@@ -1,6 +1,6 @@
 """From tasks and token rows to micro-batches: tokenizers, prompts, packing, the plan of a step.
 
-The public names are loaded when they are first used: neither transformers nor datasets comes with them.
+The public names are loaded when they are first used: neither transformers nor pyarrow comes with them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ if TYPE_CHECKING:
     )
     from roll.data.sources.lists import ListSource
     from roll.data.sources.paragraphs import Paragraphs
-    from roll.data.sources.sample import Sample, SampleSource
+    from roll.data.sources.sample import DataError, Sample, SampleSource
     from roll.data.sources.text_files import TextFiles
     from roll.data.sources.tokenized_folder import TokenizedFolder
     from roll.data.unpack import build_unpack
 
 __all__ = [
     "BatchLoader",
+    "DataError",
     "ListSource",
     "Pack",
     "PackBatchSampler",
@@ -56,6 +57,7 @@ __all__ = [
 
 _MODULES = {
     "BatchLoader": "batch_loader",
+    "DataError": "sources.sample",
     "ListSource": "sources.lists",
     "Pack": "packs",
     "PackBatchSampler": "batch_sampler",

@@ -2,7 +2,7 @@
 
 The worker reads and packs the next batches while the step runs, `prefetch` of them at most, and waits when they are not
 taken. What it has made ahead is not counted: the loader's position is behind the batch that was handed out last. An
-error in the worker is raised by `next`, with its type and the worker's traceback.
+error in the worker is raised by `next`, with its type and the worker's traceback; a DataError with its words alone.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from roll.data.batch_sampler import PackAddress, PackBatchSampler, Position
 from roll.data.loading import Data
 from roll.data.packed_dataset import PackedDataset
 from roll.data.packs import Pack
+from roll.data.sources.sample import DataError
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class PackedLoader:
         """Of the last batch handed out, on this rank."""
         self.consumed = TokenCount()
         """Of all batches that this object handed out, on this rank."""
-        self._batches: Iterator[_Batch] | None = None
+        self._batches: Iterator[_Batch | DataError] | None = None
         self._positions: Iterator[Position] = iter(())
 
     def __iter__(self) -> Iterator[tuple[Data, Tensor]]:
@@ -82,7 +83,10 @@ class PackedLoader:
             self._positions = (position for _, position in self.sampler.steps(self.position))
         batch: _Batch | None = None
         try:
-            batch = next(self._batches)
+            made = next(self._batches)
+            if isinstance(made, DataError):
+                raise made
+            batch = made
         finally:
             if batch is None:
                 self.close()  # A later call starts again at this place, which has not been handed out.
@@ -156,20 +160,31 @@ class _Steps:
         return (packs for packs, _ in self._sampler.steps(self._position))
 
 
-class _Reader(Dataset[Pack]):
-    """Packs by epoch and number. Keeps the plan of one epoch: steps go through epochs in order."""
+class _Reader(Dataset[Pack | DataError]):
+    """Packs by epoch and number. Keeps the plan of one epoch: steps go through epochs in order.
+
+    A DataError is returned: raised, it would come back with the worker's traceback for its message.
+    """
 
     def __init__(self, dataset: PackedDataset) -> None:
         self._dataset = dataset
 
-    def __getitem__(self, address: PackAddress) -> Pack:
+    def __getitem__(self, address: PackAddress) -> Pack | DataError:
         if address.pack is None:
             return self._dataset.padding()
         self._dataset = self._dataset.at_epoch(address.epoch)
-        return self._dataset[address.pack]
+        try:
+            return self._dataset[address.pack]
+        except DataError as error:
+            return error
 
 
-def _collate(packs: list[Pack]) -> _Batch:
+def _collate(made: list[Pack | DataError]) -> _Batch | DataError:
+    packs: list[Pack] = []
+    for pack in made:
+        if isinstance(pack, DataError):
+            return pack
+        packs.append(pack)
     return _Batch(
         input_ids=torch.stack([pack.input_ids for pack in packs]),
         labels=torch.stack([pack.labels for pack in packs]),

@@ -12,6 +12,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from roll.data.sources.conversation import plain_text
+from roll.data.sources.learned_text import EncodedText, encode_learned
+from roll.data.special_tokens import encode_text, front_tokens
 from roll.data.tasks import TaskItem
 from roll.data.tokenizer import check_characters
 from roll.protocol import DataProto
@@ -33,12 +36,15 @@ def encode_prompts(items: Sequence[TaskItem], tokenizer: PreTrainedTokenizerBase
 def prompt_ids(
     items: Sequence[TaskItem], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int
 ) -> list[list[int]]:
-    """Token ids of each prompt, with whatever the tokenizer itself puts in front (e.g. `<s>`).
+    """Token ids of each prompt, with what the tokenizer puts in front (e.g. `<s>`), once, also where the prompt has it.
+
+    What the tokenizer would put behind a prompt is left out.
 
     Raises ValueError for a prompt that is empty, longer than `max_prompt_tokens`, or not in the tokenizer's alphabet.
     """
     check_characters((item.prompt for item in items), tokenizer, what="prompts")
-    prompts = [tokenizer.encode(item.prompt) for item in items]
+    front = front_tokens(tokenizer)
+    prompts = [encode_text(item.prompt, tokenizer, front) for item in items]
     for index, ids in enumerate(prompts):
         if not ids:
             raise ValueError(f"prompt {index} is empty: there is no token to continue from")
@@ -50,29 +56,30 @@ def prompt_ids(
     return prompts
 
 
-def answer_ids(
+def encode_answers(
     items: Sequence[TaskItem], tokenizer: PreTrainedTokenizerBase, max_new_tokens: int | None = None
-) -> list[list[int]]:
-    """Token ids of each answer and the end token.
+) -> list[EncodedText]:
+    """Tokens of each prompt with its answer and the end token, of which answer and end token are learned.
 
-    Raises ValueError for an item without an answer, one that is longer than `max_new_tokens` with its end token, or
-    not in the tokenizer's alphabet.
+    Prompt and answer are tokenized as one text. Raises ValueError for an item without an answer, one that is longer
+    than `max_new_tokens` with its end token, or not in the tokenizer's alphabet, and for a tokenizer without offsets.
     """
-    end = _token_id(tokenizer, "eos_token")
-    texts = []
+    _token_id(tokenizer, "eos_token")
+    texts, answers = [], []
     for index, item in enumerate(items):
         if item.answer is None:
             raise ValueError(f"item {index} has no answer to learn from: its task names no single one")
-        texts.append(item.answer)
-    check_characters(texts, tokenizer, what="answers")
-    answers = [[*tokenizer.encode(text, add_special_tokens=False), end] for text in texts]
-    for index, ids in enumerate(answers):
-        if max_new_tokens is not None and len(ids) > max_new_tokens:
+        answers.append(item.answer)
+        texts.append(plain_text(item.prompt, item.answer, tokenizer, f"problem {index}"))
+    check_characters(answers, tokenizer, what="answers")
+    encoded = encode_learned(texts, tokenizer)
+    for index, (_, in_loss) in enumerate(encoded):
+        if max_new_tokens is not None and sum(in_loss) > max_new_tokens:
             raise ValueError(
-                f"answer {index} has {len(ids)} tokens with its end token, max_new_tokens is {max_new_tokens}: "
-                f"{texts[index]!r}"
+                f"answer {index} has {sum(in_loss)} tokens with its end token, max_new_tokens is {max_new_tokens}: "
+                f"{answers[index]!r}"
             )
-    return answers
+    return encoded
 
 
 class PromptSampler:

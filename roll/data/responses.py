@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -10,13 +12,14 @@ from roll.protocol import DataProto
 
 
 def as_responses(
-    prompts: DataProto, generated: Tensor, max_new_tokens: int, *, eos_token_id: int, pad_token_id: int
+    prompts: DataProto, generated: Tensor, max_new_tokens: int, *, end_token_ids: Sequence[int], pad_token_id: int
 ) -> DataProto:
     """Prompts with what was generated for them.
 
     Args:
         prompts: `input_ids` and `attention_mask`, `[B, P]`, padded on the left.
         generated: `[B, n]` token ids, n <= max_new_tokens; what follows a row's first end token is ignored.
+        end_token_ids: tokens of which each ends a response.
 
     Returns:
         `input_ids`, `attention_mask` and `response_mask`, `[B, P + max_new_tokens]`: responses include their end token
@@ -27,7 +30,7 @@ def as_responses(
     """
     if generated.shape[1] > max_new_tokens:
         raise ValueError(f"{generated.shape[1]} generated tokens are more than max_new_tokens {max_new_tokens}")
-    ends = (generated == eos_token_id).long()
+    ends = torch.isin(generated, torch.tensor(list(end_token_ids), device=generated.device)).long()
     is_response = (ends.cumsum(dim=1) - ends == 0).long()  # Up to and including the first end.
     missing = max_new_tokens - generated.shape[1]
     is_response = pad(is_response, (0, missing))

@@ -8,7 +8,7 @@ are five tokens, not the end token.
 from __future__ import annotations
 
 import string
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import Fuse
@@ -56,15 +56,31 @@ def build_char_tokenizer(alphabet: str | None = None) -> PreTrainedTokenizerFast
 
 
 def unknown_characters(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The characters of `texts` that the tokenizer can only read as its unknown token, sorted.
+    """The characters (or words, if it has words) of `texts` that the tokenizer reads as its unknown token, sorted.
 
     Empty for a tokenizer without an unknown token (byte-level vocabularies read everything).
     """
-    unknown = tokenizer.unk_token_id
-    if unknown is None:
+    unknown, texts = tokenizer.unk_token_id, list(texts)
+    if unknown is None or not texts:
         return []
-    characters = sorted(set().union(*texts))
+    if tokenizer.is_fast:
+        batch = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        found = zip(texts, batch["input_ids"], batch["offset_mapping"], strict=True)
+        return sorted(set().union(*(unknown_pieces(text, ids, spans, tokenizer) for text, ids, spans in found)))
+    unread = [text for text in texts if unknown in tokenizer.encode(text, add_special_tokens=False)]
+    characters = sorted(set().union(*unread))
     return [character for character in characters if unknown in tokenizer.encode(character, add_special_tokens=False)]
+
+
+def unknown_pieces(
+    text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]], tokenizer: PreTrainedTokenizerBase
+) -> set[str]:
+    """The pieces of a text that became the unknown token, but for that token's own text, as a template writes it."""
+    unknown = tokenizer.unk_token_id
+    if unknown is None or unknown not in ids:
+        return set()
+    pieces = {text[slice(*span)] for token, span in zip(ids, offsets, strict=True) if token == unknown}
+    return pieces - {tokenizer.unk_token}
 
 
 def check_characters(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, *, what: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from roll.data.packs import Pack, Piece, build_all, check_sizes
 from roll.data.sources.lists import ListSource
-from roll.data.sources.sample import Ids
+from roll.data.sources.sample import Ids, SampleSource
 
 
 class UnpackPlan:
@@ -39,6 +39,15 @@ class UnpackPlan:
         group = slice(index * self._micro_bsz, (index + 1) * self._micro_bsz)
         pairs = zip(self._samples[group].tolist(), self._lengths[group].tolist(), strict=True)
         return [Piece(sample, 0, length, known=length) for sample, length in pairs]
+
+
+def count_without_label(source: SampleSource, seq_len: int) -> int:
+    """Samples whose labels are all cut off with what is behind `seq_len` tokens: their prompts fill the row.
+
+    Only longer samples are read.
+    """
+    longer = np.flatnonzero(source.lengths > seq_len).tolist()
+    return sum(not source[number].in_loss[1:seq_len].any() for number in longer)
 
 
 def build_unpack(samples: Sequence[Sequence[int]], *, micro_bsz: int, seq_len: int) -> list[Pack]:

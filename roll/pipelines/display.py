@@ -88,14 +88,17 @@ class LiveDisplay(Display):
         self._total_steps = total_steps
         self._started = time.monotonic()
         self._report: StepReport | None = None
-        self._latest: dict[str, int | float] = {}
+        self._latest: dict[str, int | float | None] = {}
         self._phase: tuple[str, float] | None = None
         # The refresh thread calls _render: every attribute it reads is replaced whole, never changed in place.
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4)
         self._live.start()
 
     def show(self, report: StepReport) -> None:
-        self._report, self._latest = report, {**self._latest, **report.values}
+        # Measurements stay until the next one; a step without a loss (a skipped one) does not show an older step's.
+        stay = {name: value for name, value in self._latest.items() if name.startswith("eval/")}
+        names = dict.fromkeys([*self._latest, *report.values])
+        self._report, self._latest = report, {name: report.values.get(name, stay.get(name)) for name in names}
 
     def enter(self, phase: str | None) -> None:
         self._phase = None if phase is None else (phase, time.monotonic())
@@ -132,7 +135,9 @@ class LiveDisplay(Display):
         return line
 
 
-def _figure(value: int | float) -> str:
+def _figure(value: int | float | None) -> str:
+    if value is None:
+        return "-"
     return str(value) if isinstance(value, int) else f"{value:.4g}"
 
 

@@ -60,12 +60,14 @@ def run_ppo(config: PPOConfig, data: PromptData, console: Console | None = None)
                 console=console,
             )
         )
+        for note in data.notes:
+            tracker.note(note)
         tracker.note(f"what workers print is below, and in {config.run_dir / 'logs'}")
         # Left after the placement: whatever a worker has said before its end is told.
         cleanup.enter_context(FollowedOutput(worker_logs(config), tracker.note))
         placement = cleanup.enter_context(place_roles(config))
         with tracker.phase("start"):
-            roles = start_roles(config, model.absolute(), data.tokenizer, placement)
+            roles = start_roles(config, model.absolute(), data, placement)
         PPOPipeline(config, data, roles, tracker).run()
     return config.run_dir
 

@@ -8,8 +8,9 @@ from transformers import PreTrainedTokenizerBase
 
 from roll.checkpoint.tensor_sources import HfFolder
 from roll.config import ConfigError, PPOConfig
-from roll.data.prompts import answer_ids, encode_prompts
+from roll.data.prompts import encode_answers, encode_prompts
 from roll.data.tasks import ReasoningTask, load_reward_function
+from roll.pipelines.end_tokens import end_token_ids
 from roll.pipelines.model_start import tokenizer_in
 from roll.pipelines.run_folder import run_folder_problems
 from roll.pipelines.sft_data import SFTData, load_sft_data
@@ -27,8 +28,18 @@ class PromptData:
     """All training prompts, `[train_size, max_prompt_tokens]`."""
     held_out: DataProto
     """All held-out prompts, `[eval_size, max_prompt_tokens]`."""
+    end_token_ids: tuple[int, ...]
+    """Tokens of which each ends a response."""
     warm_start: SFTData | None = None
     """What the warm start learns from, if it has to run first."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know about the data, in sentences."""
+        if len(self.end_token_ids) == 1:
+            return ()
+        ends = (f"{one} {self.tokenizer.decode([one])!r}" for one in self.end_token_ids)
+        return (f"a response ends at any of the tokens {', '.join(ends)}",)
 
 
 def load_prompt_data(config: PPOConfig) -> PromptData:
@@ -36,9 +47,9 @@ def load_prompt_data(config: PPOConfig) -> PromptData:
 
     Raises:
         ValueError: no such task or reward function; a model folder without fitting weights or a usable tokenizer; a
-            prompt that is too long or has characters that the tokenizer does not know; a run's folder that
-            cannot be written to; a warm start that cannot run, whose folder holds another run, that learns held-out
-            problems, or whose answers are too long for a response.
+            prompt that is too long or has characters that the tokenizer does not know; an end token that it does not
+            have; a run's folder that cannot be written to; a warm start that cannot run, whose folder holds another
+            run, that learns held-out problems, or whose answers are too long for a response.
     """
     problems = list(run_folder_problems(config.run_dir))
     load_reward_function(config.reward.function)
@@ -59,8 +70,8 @@ def load_prompt_data(config: PPOConfig) -> PromptData:
         except ConfigError as error:
             raise error.under("warm_start") from error
         tokenizer = warm_start.tokenizer
-    answer_ids(learned, tokenizer, config.rollout.max_new_tokens)  # What is learned must fit into a response.
+    encode_answers(learned, tokenizer, config.rollout.max_new_tokens)  # What is learned must fit into a response.
     train, held_out = (
         encode_prompts(items, tokenizer, config.task.max_prompt_tokens) for items in (task.train, task.eval)
     )
-    return PromptData(task, tokenizer, train, held_out, warm_start)
+    return PromptData(task, tokenizer, train, held_out, end_token_ids(config, tokenizer), warm_start)

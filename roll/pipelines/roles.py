@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from roll.config import PPOConfig
 from roll.parallel import ParallelDegrees
+from roll.pipelines.prompt_data import PromptData
 from roll.platform import get_platform
 from roll.workers import Cluster, Placement, PlacementLayout, Worker
 from roll.workers.model_roles import ActorWorker, CriticWorker, ReferenceWorker
@@ -49,7 +48,7 @@ def place_roles(config: PPOConfig) -> Placement:
     return Placement(layout, timeout_s=config.ray.placement_timeout_s)
 
 
-def start_roles(config: PPOConfig, model: Path, tokenizer: PreTrainedTokenizerBase, placement: Placement) -> Roles:
+def start_roles(config: PPOConfig, model: Path, data: PromptData, placement: Placement) -> Roles:
     """Start all roles side by side and load their models."""
 
     def start(role: str, worker: type[Worker], degrees: ParallelDegrees, **worker_kwargs: Any) -> Cluster:
@@ -85,10 +84,17 @@ def start_roles(config: PPOConfig, model: Path, tokenizer: PreTrainedTokenizerBa
             ParallelDegrees(config.rollout.world_size),
             settings=config.strategy_settings("rollout", model),
             rollout=config.rollout,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
+            end_token_ids=data.end_token_ids,
+            pad_token_id=data.tokenizer.pad_token_id,
         ),
-        reward=start("reward", RewardWorker, ParallelDegrees(1), function=config.reward.function, tokenizer=model),
+        reward=start(
+            "reward",
+            RewardWorker,
+            ParallelDegrees(1),
+            function=config.reward.function,
+            tokenizer=model,
+            end_token_ids=data.end_token_ids,
+        ),
     )
     models = (roles.actor, roles.critic, roles.reference, roles.rollout)
     loading = [cluster.submit("initialize") for cluster in models if cluster is not None]

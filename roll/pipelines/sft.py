@@ -155,6 +155,8 @@ class SFTRun:
             if self.held_out and (step % config.eval_every == 0 or step == config.steps):
                 metrics |= self.evaluate()
             self.tracker.log(step, metrics, tokens=tokens)
+            if not metrics["labels"]:
+                self.tracker.note(f"step {step}: skipped, because none of its tokens is a label")
             if config.save_every is not None and (step % config.save_every == 0 or step == config.steps):
                 with self.tracker.phase("save"):
                     self.checkpoints.save(step, self.strategy, self.loader)

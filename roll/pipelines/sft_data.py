@@ -10,6 +10,7 @@ from roll.checkpoint.tensor_sources import HfFolder
 from roll.config import ConfigError, Problem, SFTConfig
 from roll.data.packed_dataset import PackedDataset
 from roll.data.sources.sample import SampleSource
+from roll.data.unpack import count_without_label
 from roll.pipelines.model_start import tokenizer_of
 from roll.pipelines.run_folder import run_folder_problems
 from roll.pipelines.sft_sources import open_sources
@@ -33,8 +34,8 @@ def load_sft_data(config: SFTConfig) -> SFTData:
 
     Raises:
         ValueError: a model folder without fitting weights or a usable tokenizer; more token ids than the model has;
-            a file that is not there or cannot be read; too little data; a run's folder that cannot be
-            written to.
+            a file that is not there or cannot be read; too little data, or none with a label; a run's folder that
+            cannot be written to.
     """
     if problems := list(run_folder_problems(config.run_dir)):
         raise ConfigError(problems)
@@ -48,11 +49,26 @@ def load_sft_data(config: SFTConfig) -> SFTData:
     train = _packs(config, "to train on", sources.train, config.seed)
     held_out = None if sources.held_out is None else _packs(config, "held out", sources.held_out, None)
     notes = [f"{len(sources.train)} samples to train on, {train.num_tokens} tokens in {len(train)} packs"]
+    notes += _unlearned(config, "to train on", sources.train)
     if sources.held_out is not None:
         notes.append(f"{len(sources.held_out)} samples held out, {sources.held_out.lengths.sum()} tokens")
+        notes += _unlearned(config, "held out", sources.held_out)
     if sources.num_unknown:
         notes.append(f"{sources.num_unknown} tokens are unknown to the tokenizer, and are not learned")
     return SFTData(tokenizer, train, held_out, tuple(notes))
+
+
+def _unlearned(config: SFTConfig, what: str, source: SampleSource) -> list[str]:
+    """A note on the samples of which nothing is learned. Raises ConfigError if that is all of them."""
+    if config.use_packed_dataset:
+        return []  # Packs cut no label off.
+    number, of = count_without_label(source, config.seq_len), int((source.lengths > 0).sum())
+    if number == of:
+        found = f"{config.seq_len} tokens are filled by the prompt of each of the {of} samples {what}"
+        raise ConfigError([Problem("seq_len", f"{found}, so none has a label")])
+    return [f"{number} of {of} samples {what} have no label: their prompts fill seq_len {config.seq_len}"] * bool(
+        number
+    )
 
 
 def _packs(config: SFTConfig, what: str, source: SampleSource, seed: int | None) -> PackedDataset:

@@ -13,7 +13,7 @@ NOT_OF_THE_MODEL = frozenset({"name", "output_dir", "eval_every", "save_every", 
 
 def shaping_settings(config: SFTConfig) -> dict[str, Any]:
     """All others, as JSON has them. Of files they hold the names, not what is in them."""
-    return config.model_dump(mode="json", exclude=set(NOT_OF_THE_MODEL))
+    return config.model_dump(mode="json", exclude=dict.fromkeys(NOT_OF_THE_MODEL, True) | {"data": {"cache_dir"}})
 
 
 def differences(theirs: Any, ours: Any, path: str = "") -> Iterator[str]:

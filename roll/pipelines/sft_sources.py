@@ -68,7 +68,7 @@ def _from_files(
         case "text":
             return Paragraphs(paths, tokenizer)
         case "conversations":
-            return TextFiles(paths, tokenizer)
+            return TextFiles(paths, tokenizer, cache_dir=config.data.cache_dir)
         case "tokenized":
             if len(paths) > 1:
                 found = ", ".join(map(str, paths))

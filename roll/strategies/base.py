@@ -118,7 +118,7 @@ class TrainStrategy(InferenceStrategy):
     def train_step(self, batch: DataProto, loss_func: LossFunc) -> Metrics:
         """One optimizer step over the batch of all data-parallel ranks, accumulated over micro-batches.
 
-        A batch without a single response token changes nothing and reports `skipped_steps` 1.
+        A batch without a single response token changes nothing. It has no loss, and reports `lr` and `skipped_steps` 1.
 
         Returns:
             `loss`, `grad_norm` (before clipping), `lr`, `skipped_steps` and the sums of the loss function's metrics;

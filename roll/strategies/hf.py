@@ -188,7 +188,7 @@ class HfStrategy(TrainStrategy):
         normalizers = count_loss_tokens(batch["response_mask"][:, 1:])
         lr = learning_rate(settings, self.steps)
         if normalizers.tokens == 0:
-            return {"loss": 0.0, "grad_norm": 0.0, "lr": lr, "skipped_steps": 1.0}
+            return {"lr": lr, "skipped_steps": 1.0}
         trained.zero()
         totals: Metrics = {}
         for micro_batch in cut_micro_batches(batch, self.settings.micro_batch, 0)[0]:
@@ -251,7 +251,7 @@ class HfStrategy(TrainStrategy):
         *,
         max_new_tokens: int,
         temperature: float | None,
-        eos_token_id: int,
+        end_token_ids: Sequence[int],
         pad_token_id: int,
     ) -> DataProto:
         """Continue every prompt; see `as_responses` for what comes back.
@@ -259,6 +259,7 @@ class HfStrategy(TrainStrategy):
         Args:
             prompts: `input_ids` and `attention_mask` `[B, P]`, padded on the left.
             temperature: of sampling from the whole distribution; None takes the likeliest token each time.
+            end_token_ids: tokens of which each ends a response; at least one.
         """
         prompts = prompts.to(self.device)
         ids = prompts["input_ids"]
@@ -269,9 +270,9 @@ class HfStrategy(TrainStrategy):
             input_ids=ids,
             attention_mask=prompts["attention_mask"],
             generation_config=GenerationConfig(
-                max_new_tokens=max_new_tokens, eos_token_id=eos_token_id, pad_token_id=pad_token_id, **sampling
+                max_new_tokens=max_new_tokens, eos_token_id=list(end_token_ids), pad_token_id=pad_token_id, **sampling
             ),
         )
         return as_responses(
-            prompts, rows[:, ids.shape[1] :], max_new_tokens, eos_token_id=eos_token_id, pad_token_id=pad_token_id
+            prompts, rows[:, ids.shape[1] :], max_new_tokens, end_token_ids=end_token_ids, pad_token_id=pad_token_id
         )

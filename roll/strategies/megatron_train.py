@@ -95,7 +95,7 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
 
     def _skipped(self) -> Metrics:
         """What a step without anything to learn from reports."""
-        return {"loss": 0.0, "grad_norm": 0.0, "lr": self._learning_rate(), "skipped_steps": 1.0}
+        return {"lr": self._learning_rate(), "skipped_steps": 1.0}
 
     def _optimize(
         self, micro_batches: list[Any], forward_step_func: Callable[..., Any], sharers: ProcessGroup

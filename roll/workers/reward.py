@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,22 @@ from roll.workers.worker import Worker
 class RewardWorker(Worker):
     """Decodes responses and calls the reward function on them."""
 
-    def __init__(self, *, function: str, tokenizer: str | Path, **rank: Any) -> None:
+    def __init__(self, *, function: str, tokenizer: str | Path, end_token_ids: Sequence[int], **rank: Any) -> None:
         super().__init__(**rank)
+        self.end_token_ids = frozenset(end_token_ids)
         self.function = load_reward_function(function)
         self.tokenizer = AutoTokenizer.from_pretrained(expand_path(tokenizer))
 
     @register(Dispatch.DP_MP_COMPUTE, fields=("input_ids", "response_mask", "entry"), returns_batch=True)
     def score(self, batch: DataProto) -> DataProto:
-        """`scores` and `exact` (see `exact_match`), both `[B]`, and the texts as `response`.
+        """`scores` and `exact` (see `exact_match`), both `[B]`, and the texts, without end tokens, as `response`.
 
         Raises:
             RewardError: the reward function raised, or gave something other than one finite number per response.
         """
-        tokens = [row[mask.bool()] for row, mask in zip(batch["input_ids"], batch["response_mask"], strict=True)]
-        responses = self.tokenizer.batch_decode([ids.tolist() for ids in tokens], skip_special_tokens=True)
+        pairs = zip(batch["input_ids"], batch["response_mask"], strict=True)
+        tokens = [self._without_end(row[mask.bool()].tolist()) for row, mask in pairs]
+        responses = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         entries = list(batch.non_tensor_batch["entry"])
         return DataProto.from_dict(
             {
@@ -41,3 +44,7 @@ class RewardWorker(Worker):
             },
             non_tensors={"response": np.array(responses, dtype=object)},
         )
+
+    def _without_end(self, ids: list[int]) -> list[int]:
+        """A response without its end token, which need not be a special token of the tokenizer."""
+        return ids[:-1] if ids and ids[-1] in self.end_token_ids else ids

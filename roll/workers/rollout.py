@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -22,14 +23,15 @@ class RolloutWorker(Worker):
         *,
         settings: StrategySettings,
         rollout: RolloutSettings,
-        eos_token_id: int,
+        end_token_ids: Sequence[int],
         pad_token_id: int,
         **rank: Any,
     ) -> None:
         super().__init__(**rank)
         self.strategy = HfStrategy(settings)
         self.rollout = rollout
-        self.tokens = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
+        self.end_token_ids = end_token_ids
+        self.pad_token_id = pad_token_id
 
     @register(Dispatch.ONE_TO_ALL)
     def initialize(self) -> None:
@@ -55,7 +57,8 @@ class RolloutWorker(Worker):
                 part,
                 max_new_tokens=self.rollout.max_new_tokens,
                 temperature=None if greedy else self.strategy.settings.temperature,
-                **self.tokens,
+                end_token_ids=self.end_token_ids,
+                pad_token_id=self.pad_token_id,
             )
             for part in prompts.split(self.rollout.batch_size or max(1, len(prompts)))
         ]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from roll.data import ListSource, PackBatchSampler, PackedDataset, PackedLoader, RampUp, Sample
+from roll.data import DataError, ListSource, PackBatchSampler, PackedDataset, PackedLoader, RampUp, Sample
 from roll.data.sources.sample import Ids
 
 
@@ -139,7 +139,8 @@ def test_the_callers_random_state_is_left_alone() -> None:
 
 
 def test_an_error_in_the_worker_is_raised_here() -> None:
-    with pytest.raises(ValueError, match="sample 3: token 0 has id 301, outside the vocabulary of 301"):
+    # In its own words alone: they are shown to who made the data.
+    with pytest.raises(DataError, match=r"^sample 3: token 0 has id 301, outside the vocabulary of 301$"):
         list(loader(prefetch=2, vocab_size=301, seed=None))
 
 

@@ -11,11 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
+from transformers import ByT5Tokenizer
 
-from roll.data.prompts import PromptSampler, answer_ids, encode_prompts
+from roll.data.prompts import PromptSampler, encode_answers, encode_prompts, prompt_ids
 from roll.data.sources.task_answers import TaskAnswers
 from roll.data.tasks import ReasoningTask, TaskItem
 from roll.data.tokenizer import build_char_tokenizer
+from tests.data.tokenizer_kinds import KINDS
 
 TOKENIZER = build_char_tokenizer("0123456789 +-=")  # '0' is 4, ' ' is 14, '+' 15, '-' 16, '=' 17
 
@@ -58,6 +60,38 @@ def test_special_tokens_of_the_tokenizer_come_before_the_prompt_only() -> None:
     assert TaskAnswers([item("1=", "1")], tokenizer, max_prompt_tokens=4)[0].ids.tolist() == [1, 5, 17, 5, 2]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_have_the_tokenizers_begin_token_once_and_no_end_token(kind: str) -> None:
+    tokenizer = KINDS[kind]()
+    begin = [1] if kind in ("byte_level_bpe", "old_llama") else []
+    bare = tokenizer.encode("what is a cat ?", add_special_tokens=False)
+    assert prompt_ids([item("what is a cat ?")], tokenizer, 100) == [[*begin, *bare]]
+    templated = prompt_ids([item("<s> what is a cat ?")], tokenizer, 100)[0]
+    assert templated.count(1) == 1 and templated[0] == 1
+    # The answer's tokens are those of the whole text.
+    whole = [*begin, *tokenizer.encode("what is a cat ? the cat", add_special_tokens=False), 2]
+    assert encode_answers([item("what is a cat ? ", "the cat")], tokenizer)[0].ids == whole
+
+
+def test_what_a_tokenizer_puts_behind_a_text_is_no_part_of_a_prompt() -> None:
+    tokenizer = ByT5Tokenizer()  # One id a byte, behind 3 special ones, and </s> behind every text.
+    assert tokenizer.encode("ab") == [100, 101, 1]
+    assert prompt_ids([item("ab")], tokenizer, 100) == [[100, 101]]
+    both_ends = build_char_tokenizer("0123456789 +-=")
+    both_ends.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", 2)]
+    )
+    assert prompt_ids([item("1=")], both_ends, 100) == [[1, 5, 17]]
+    assert TaskAnswers([item("1=", "1")], both_ends, max_prompt_tokens=4)[0].ids.tolist() == [1, 5, 17, 5, 2]
+
+
+def test_words_may_be_known_where_their_characters_are_not() -> None:
+    tokenizer = KINDS["word_level"]()
+    assert len(prompt_ids([item("what is a cat ?")], tokenizer, 5)[0]) == 5
+    with pytest.raises(ValueError, match="prompts hold characters that the tokenizer does not know: 'no'"):
+        prompt_ids([item("what is"), item("what is no")], tokenizer, 5)
+
+
 def test_a_real_task_reads_back() -> None:
     task = ReasoningTask(
         "chain_sum", {"min_terms": 2, "max_terms": 2}, train_size=20, eval_size=5, prompt_template="{expression} ="
@@ -96,9 +130,9 @@ def test_bad_answers_are_refused(bad: TaskItem, message: str) -> None:
 
 
 def test_an_answer_that_is_no_response_is_refused() -> None:
-    assert answer_ids([item("1", "12")], TOKENIZER, 3) == [[5, 6, 2]]
+    assert encode_answers([item("1", "12")], TOKENIZER, 3) == [([5, 5, 6, 2], [False, True, True, True])]
     with pytest.raises(ValueError, match="answer 1 has 4 tokens with its end token, max_new_tokens is 3: '123'"):
-        answer_ids([item("1"), item("1", "123")], TOKENIZER, 3)
+        encode_answers([item("1"), item("1", "123")], TOKENIZER, 3)
 
 
 def test_a_tokenizer_without_pad_or_end_is_refused() -> None:

@@ -70,7 +70,7 @@ def greedy_score(folder: Path, config: PPOConfig) -> float:
     data = load_prompt_data(config)
     model = HfStrategy(config.strategy_settings("rollout", folder))
     model.initialize()
-    tokens = {"eos_token_id": data.tokenizer.eos_token_id, "pad_token_id": data.tokenizer.pad_token_id}
+    tokens = {"end_token_ids": data.end_token_ids, "pad_token_id": data.tokenizer.pad_token_id}
     answers = model.generate(data.held_out, max_new_tokens=config.rollout.max_new_tokens, temperature=None, **tokens)
     ids = [row[mask.bool()] for row, mask in zip(answers["input_ids"], answers["response_mask"], strict=True)]
     texts = data.tokenizer.batch_decode([row.tolist() for row in ids], skip_special_tokens=True)

@@ -104,10 +104,10 @@ def test_the_entropy_of_a_step_is_the_sampling_policys(tmp_path: Path) -> None:
 
 
 def test_a_skipped_optimizer_step_may_report_less(tmp_path: Path) -> None:
-    skipped, whole = {"loss": 0.0, "skipped_steps": 1.0}, {"loss": 4.0, "skipped_steps": 0.0, "ratio": 1.25}
+    skipped, whole = {"lr": 0.1, "skipped_steps": 1.0}, {"loss": 4.0, "skipped_steps": 0.0, "ratio": 1.25}
     for updates in ([skipped, whole, whole, whole], [whole, whole, whole, skipped]):
         metrics = step_metrics(tmp_path, updates)
-        assert metrics["loss"] == pytest.approx(3.0)
+        assert metrics["loss"] == pytest.approx(4.0)  # Of the steps that were taken, as all they report.
         assert metrics["skipped_steps"] == pytest.approx(0.25)
         assert metrics["ratio"] == pytest.approx(1.25)  # Of the steps that were taken.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -84,6 +85,56 @@ def test_a_folder_that_cannot_be_used_is_refused(
     damage(folder)
     with pytest.raises(ValueError, match=message):
         load_folder(tmp_path)
+
+
+def end_tokens_of(tmp_path: Path, folder: Path, **files: object) -> tuple[int, ...]:
+    """The end tokens of a run from `folder`, of which these files name these `eos_token_id`."""
+    for name, ids in files.items():
+        file = folder / f"{name}.json"
+        content = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps(content | {"eos_token_id": ids}))
+    return load_folder(tmp_path).end_token_ids
+
+
+def test_the_end_tokens_are_those_that_folder_and_tokenizer_name(tmp_path: Path, folder: Path) -> None:
+    assert load_folder(tmp_path).end_token_ids == (2,) and load_folder(tmp_path).notes == ()
+    assert end_tokens_of(tmp_path, folder, config=None, generation_config=None) == (2,)
+    assert end_tokens_of(tmp_path, folder, config=[2, 5]) == (2, 5)
+    assert end_tokens_of(tmp_path, folder, config=5) == (2, 5)
+    assert end_tokens_of(tmp_path, folder, generation_config=[7, 2]) == (2, 7, 5)
+    assert load_folder(tmp_path).notes == ("a response ends at any of the tokens 2 '<eos>', 7 '3', 5 '1'",)
+
+
+@pytest.mark.parametrize("ids", ["2", [2, "5"], -1, 2.0, True, {"a": 1}])
+def test_end_tokens_that_are_no_ids_are_refused(tmp_path: Path, folder: Path, ids: object) -> None:
+    with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id must be an id or a list of ids, got"):
+        end_tokens_of(tmp_path, folder, generation_config=ids)
+
+
+def test_damaged_generation_configs_are_refused(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model: its eos_token_id names 96, which is not below vocab_size 96"):
+        end_tokens_of(tmp_path, folder, generation_config=[2, 96])
+    for content, message in {"{": "cannot be read: ", "[]": "eos_token_id must be"}.items():
+        (folder / "generation_config.json").write_text(content)
+        with pytest.raises(ConfigError, match=rf"generation_config\.json: {message}"):
+            load_folder(tmp_path)
+
+
+def test_a_setting_names_the_end_tokens(tmp_path: Path) -> None:
+    def named(tokens: str) -> tuple[int, ...]:
+        return load(tmp_path, f"rollout.end_tokens={tokens}").end_token_ids
+
+    assert named("[5]") == (5,)
+    assert named('["<eos>", 5, 2, "1"]') == (2, 5)
+    assert named('["\\n"]') == (build_char_tokenizer().encode("\n")[0],)
+    with pytest.raises(ConfigError) as refusal:
+        named('[-1, 96, "ab", "\u00df", "<eos>"]')
+    assert str(refusal.value).splitlines() == [
+        f"rollout.end_tokens: {token} is not one token of the tokenizer, which has 96"
+        for token in ("-1", "96", "'ab'", "'\u00df'")
+    ]
+    with pytest.raises(ConfigError, match=r"^rollout\.end_tokens: must name at least one token, or be null, got \[\]$"):
+        named("[]")
 
 
 def test_special_ids_are_the_tokenizers_or_left_to_it(tmp_path: Path) -> None:

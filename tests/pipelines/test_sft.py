@@ -51,10 +51,11 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def train(overrides: list[str]) -> None:
-    """One rank of a run."""
-    config = load_config(SFTConfig, EXAMPLE, [*SMALL, *overrides])
-    run_sft(config, load_sft_data(config), Console(file=io.StringIO()))
+def train(overrides: list[str]) -> str:
+    """One rank of a run; what it has written to its console."""
+    config, written = load_config(SFTConfig, EXAMPLE, [*SMALL, *overrides]), io.StringIO()
+    run_sft(config, load_sft_data(config), Console(file=written))
+    return written.getvalue()
 
 
 @contextmanager
@@ -210,7 +211,7 @@ def write_sources(folder: Path) -> None:
 
 def test_every_kind_of_source_is_read(tmp_path: Path) -> None:
     write_sources(tmp_path)
-    common = ["alphabet=abcd", "data.held_out_share=0", "seq_len=8", "micro_bsz=1"]
+    common = ["alphabet=abcd", "data.held_out_share=0", "seq_len=8", "micro_bsz=1", f"data.cache_dir={tmp_path}/cache"]
     for kind, file in {"conversations": "rows.jsonl", "tokenized": "tokens.bin"}.items():
         config = load_config(
             SFTConfig, EXAMPLE, [*SMALL, *common, f"data.kind={kind}", f"data.files=[{tmp_path / file}]"]

@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -298,6 +299,18 @@ def test_a_live_table_on_a_terminal(tmp_path: Path) -> None:
         assert text in written
     assert "a line [x] that stays" in written
     assert "\x1b[?25l" in written and written.rstrip().endswith("\x1b[?25h")  # the cursor is shown again
+
+
+def test_a_live_table_keeps_measurements_but_no_loss_of_another_step(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, _environ={})
+    with tracker(tmp_path, console=console) as t:
+        t.log(1, {"eval/exact_match": 0.25, "loss": 0.5})
+        t.log(2, {"kl": 0.125})
+        latest = t._display._latest  # type: ignore[attr-defined]
+        assert latest == {"eval/exact_match": 0.25, "loss": None, "kl": 0.125}
+        rendered = Console(file=io.StringIO(), width=100)
+        rendered.print(t._display._render())  # type: ignore[attr-defined]
+    assert re.search(r"0\.25 .* - .* 0\.125", rendered.file.getvalue())
 
 
 def test_the_picture_has_two_curves_and_labelled_axes() -> None:

@@ -6,6 +6,7 @@ there are.
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from roll.config import expand_path
-from roll.data.sources.sample import Ids, Sample
+from roll.data.sources.sample import DataError, Ids, Sample
+from roll.data.special_tokens import encode_text, front_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,6 +33,7 @@ class Paragraphs:
             raise ValueError("the tokenizer has no end token, which ends a paragraph")
         self._files = [expand_path(file) for file in files]
         self._tokenizer = tokenizer
+        self._front = front_tokens(tokenizer)
         spans: list[tuple[int, int, int]] = []  # number of the file, first byte, byte behind the last
         lengths: list[int] = []
         self.num_unknown = 0
@@ -53,23 +56,27 @@ class Paragraphs:
         return len(self._lengths)
 
     def __getitem__(self, index: int) -> Sample:
-        """Read and tokenize a paragraph. Raises ValueError if the file has changed since."""
+        """Read and tokenize a paragraph. Raises DataError if the file has changed since."""
         number, start, stop = self._spans[index].tolist()
         file = self._files[number]
         with file.open("rb") as stream:
             stream.seek(start)
             content = stream.read(stop - start)
-        sample = self._sample(content, f"{file} at byte {start}")
+        origin = f"{file} at byte {start}"
+        try:
+            sample = self._sample(content, origin)
+        except UnicodeDecodeError as error:
+            raise DataError(f"{origin}: the paragraph is no longer UTF-8 text: the file has changed") from error
         if len(sample) != self._lengths[index]:
             was, now = self._lengths[index], len(sample)
-            raise ValueError(f"{sample.origin}: the paragraph had {was} tokens and now has {now}: the file has changed")
+            raise DataError(f"{sample.origin}: the paragraph had {was} tokens and now has {now}: the file has changed")
         return sample
 
     def _sample(self, content: bytes, origin: str) -> Sample:
         end = self._tokenizer.eos_token_id
-        ids = self._tokenizer.encode(content.decode(errors="replace"))  # with whatever the tokenizer puts in front
+        ids = encode_text(content.decode(), self._tokenizer, self._front)
         if not ids or ids[-1] != end:
-            ids.append(end)
+            ids = [*ids, end]
         array = np.array(ids, dtype=np.int64)
         unknown = self._tokenizer.unk_token_id
         return Sample(array, np.ones(len(array), np.bool_) if unknown is None else array != unknown, origin)
@@ -88,8 +95,8 @@ def _read(file: Path) -> bytes:
 
 def _spans(content: bytes) -> Iterator[tuple[int, int]]:
     """First byte of each paragraph, and the byte behind its last line's text."""
-    start = stop = offset = 0
-    for line in content.splitlines(keepends=True):
+    start = stop = offset = len(BOM_UTF8) if content.startswith(BOM_UTF8) else 0
+    for line in content[offset:].splitlines(keepends=True):
         if line.strip():
             if stop <= start:
                 start = offset

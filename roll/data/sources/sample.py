@@ -12,6 +12,10 @@ from numpy.typing import NDArray
 Ids = NDArray[np.int64]
 
 
+class DataError(ValueError):
+    """What is wrong with a sample, in words for who made the data: the message alone is shown, without a traceback."""
+
+
 @dataclass(frozen=True)
 class Sample:
     """One token sequence.
@@ -31,11 +35,11 @@ class Sample:
     def from_signed(cls, tokens: Sequence[int] | Ids, origin: str) -> Sample:
         """From InternEvo's signed ids: -7 is token 7, which is never a label. Token 0 always is one.
 
-        Raises ValueError for anything but a flat sequence of integers.
+        Raises DataError for anything but a flat sequence of integers.
         """
         signed = np.asarray(tokens)
         if signed.ndim != 1 or (signed.size and signed.dtype.kind not in "iu"):
-            raise ValueError(f"{origin}: tokens must be a flat list of integers, got {_shortened(tokens)}")
+            raise DataError(f"{origin}: tokens must be a flat list of integers, got {_shortened(tokens)}")
         signed = signed.astype(np.int64)
         return cls(np.abs(signed), signed >= 0, origin)
 
@@ -43,11 +47,11 @@ class Sample:
         return len(self.ids)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise ValueError naming the first id that a vocabulary of this size does not have."""
+        """Raise DataError naming the first id that a vocabulary of this size does not have."""
         outside = np.flatnonzero(self.ids >= vocab_size)
         if len(outside):
             token = outside[0]
-            raise ValueError(
+            raise DataError(
                 f"{self.origin}: token {token} has id {self.ids[token]}, outside the vocabulary of {vocab_size}"
             )
 
@@ -65,7 +69,9 @@ class SampleSource(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Sample: ...
+    def __getitem__(self, index: int) -> Sample:
+        """Sample `index`. Raises DataError if it cannot be read as what it was when the source was opened."""
+        ...
 
 
 def _shortened(value: object) -> str:

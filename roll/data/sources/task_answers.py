@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from roll.data.prompts import answer_ids, prompt_ids
+from roll.data.prompts import encode_answers, prompt_ids
 from roll.data.sources.sample import Ids, Sample
 from roll.data.tasks import TaskItem
 
@@ -22,12 +22,11 @@ class TaskAnswers:
     """
 
     def __init__(self, items: Sequence[TaskItem], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> None:
-        """Tokenize all items. Raises ValueError as `prompt_ids` and `answer_ids` do."""
-        prompts = prompt_ids(items, tokenizer, max_prompt_tokens)
-        answers = answer_ids(items, tokenizer)
-        self._prompt_lengths = [len(prompt) for prompt in prompts]
-        self._ids = [np.array([*prompt, *answer], np.int64) for prompt, answer in zip(prompts, answers, strict=True)]
-        self._lengths = np.array([len(ids) for ids in self._ids], np.int64)
+        """Tokenize all items. Raises ValueError as `prompt_ids` and `encode_answers` do."""
+        prompt_ids(items, tokenizer, max_prompt_tokens)  # No prompt is longer than a rollout takes.
+        encoded = encode_answers(items, tokenizer)
+        self._samples = [(np.array(ids, np.int64), np.array(in_loss, np.bool_)) for ids, in_loss in encoded]
+        self._lengths = np.array([len(ids) for ids, _ in self._samples], np.int64)
 
     @property
     def lengths(self) -> Ids:
@@ -35,8 +34,7 @@ class TaskAnswers:
         return self._lengths
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self._samples)
 
     def __getitem__(self, index: int) -> Sample:
-        ids = self._ids[index]
-        return Sample(ids, np.arange(len(ids)) >= self._prompt_lengths[index], f"problem {index}")
+        return Sample(*self._samples[index], f"problem {index}")

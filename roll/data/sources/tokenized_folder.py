@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from roll.config import expand_path
-from roll.data.sources.sample import Ids, Sample
+from roll.data.sources.sample import DataError, Ids, Sample
 
 
 class TokenizedFolder:
@@ -61,13 +61,13 @@ class TokenizedFolder:
             entry = json.loads(content)
             tokens: list[int] = entry["tokens"]
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
+            raise DataError(
                 f'{where}: no JSON object {{"tokens": [...]}} at byte {offset}: the line is torn, or the meta file '
                 "belongs to another .bin file"
             ) from error
         if not isinstance(tokens, list) or len(tokens) != length:
             found = f"{len(tokens)} tokens" if isinstance(tokens, list) else repr(tokens)[:60]
-            raise ValueError(f"{where}: the meta file says {length} tokens, the line holds {found}")
+            raise DataError(f"{where}: the meta file says {length} tokens, the line holds {found}")
         return tokens
 
 

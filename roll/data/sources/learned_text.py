@@ -1,0 +1,127 @@
+"""Texts of which some characters are learned, as tokens of which some are learned.
+
+A text is tokenized as a whole, and offsets say which characters a token stands for. A token is learned if any of its
+characters is: the first word of an answer often shares its token with the space in front of it. transformers' own
+assistant mask follows the same rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from roll.data.special_tokens import front_tokens, with_front
+from roll.data.tokenizer import unknown_pieces
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Span = tuple[int, int]
+"""First character, and the one behind the last."""
+
+
+@dataclass(frozen=True)
+class LearnedText:
+    """A text and the parts of it that are learned.
+
+    Example: the prompt "1+" with the response "2" is the text "1+2", of which `[(2, 3)]` is learned.
+    """
+
+    text: str
+    learned: tuple[Span, ...]
+    """Characters to learn, in order, without overlap."""
+    from_template: bool
+    """Whether a chat template wrote the text, special tokens included. Otherwise the tokenizer's own special tokens are
+    put in front, and its end token, which is learned, behind."""
+    origin: str
+    """Where the text comes from, for messages: a row of a file, say."""
+
+
+class EncodedText(NamedTuple):
+    """Token ids, and of each whether it is learned."""
+
+    ids: list[int]
+    in_loss: list[bool]
+
+
+def check_offsets(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError for a tokenizer that does not say which characters a token stands for."""
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"{type(tokenizer).__name__} gives no offsets, so the tokens of an answer cannot be told from those of its "
+            "prompt: use the fast tokenizer of the same model (a tokenizer.json), or data of kind tokenized"
+        )
+
+
+def encode_learned(texts: Sequence[LearnedText], tokenizer: PreTrainedTokenizerBase) -> list[EncodedText]:
+    """Tokens of each text. An end token that closes an answer is one token, whatever the tokenizer makes of its text.
+
+    Raises ValueError for a tokenizer without offsets, and, beginning with the text's origin, for characters that the
+    tokenizer does not know and an end token that shares a token with other text.
+    """
+    check_offsets(tokenizer)
+    if not texts:
+        return []
+    front = [] if all(text.from_template for text in texts) else front_tokens(tokenizer)
+    batch = tokenizer(
+        [text.text for text in texts],
+        add_special_tokens=False,
+        return_offsets_mapping=True,
+        return_attention_mask=False,
+        padding=False,
+        truncation=False,
+        verbose=False,  # No warning about texts longer than the model: what is cut is the packer's to say.
+    )
+    encoded = zip(texts, batch["input_ids"], batch["offset_mapping"], strict=True)
+    return [_encoded(text, ids, offsets, tokenizer, front) for text, ids, offsets in encoded]
+
+
+def _encoded(
+    text: LearnedText, ids: list[int], offsets: list[Span], tokenizer: PreTrainedTokenizerBase, front: list[int]
+) -> EncodedText:
+    if text.from_template:
+        ids, offsets = _with_whole_end_tokens(text, ids, offsets, tokenizer)
+    unknown = unknown_pieces(text.text, ids, offsets, tokenizer)
+    if unknown:
+        found = ", ".join(map(repr, sorted(unknown)))
+        raise ValueError(f"{text.origin} holds text that the tokenizer does not know: {found}")
+    in_loss = _overlapping(offsets, text.learned)
+    if text.from_template:
+        return EncodedText(ids, in_loss)
+    whole, end = with_front(ids, front), tokenizer.eos_token_id
+    in_loss = [False] * (len(whole) - len(ids)) + in_loss
+    if not (ids and ids[-1] == end and in_loss[-1]):
+        whole, in_loss = [*whole, end], [*in_loss, True]
+    return EncodedText(whole, in_loss)
+
+
+def _overlapping(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
+    """Whether each token stands for a character of one of the spans; both are in order."""
+    found = []
+    rest = [span for span in reversed(spans) if span[0] < span[1]]
+    for start, stop in offsets:
+        while rest and rest[-1][1] <= start:
+            rest.pop()
+        found.append(bool(rest) and max(stop, start + 1) > rest[-1][0])
+    return found
+
+
+def _with_whole_end_tokens(
+    text: LearnedText, ids: list[int], offsets: list[Span], tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[int], list[Span]]:
+    """The end token behind each answer as one token, for tokenizers that read no special tokens out of a text."""
+    end = tokenizer.eos_token
+    for _, stop in reversed(text.learned):
+        if not end or not text.text.endswith(end, 0, stop):
+            continue
+        start = stop - len(end)
+        places = [place for place, (first, last) in enumerate(offsets) if first < stop and last > start]
+        if [ids[place] for place in places] == [tokenizer.eos_token_id]:
+            continue
+        if not places or offsets[places[0]][0] != start or offsets[places[-1]][1] != stop:
+            raise ValueError(f"{text.origin}: the tokenizer joins the end token {end!r} of an answer to other text")
+        before, behind = slice(0, places[0]), slice(places[-1] + 1, None)
+        ids = [*ids[before], tokenizer.eos_token_id, *ids[behind]]
+        offsets = [*offsets[before], (start, stop), *offsets[behind]]
+    return ids, offsets

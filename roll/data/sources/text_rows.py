@@ -1,0 +1,143 @@
+"""Rows of jsonl and parquet files, one after the other, exactly as the file has them.
+
+A string stays that string, whatever it looks like, and rows need not have the same keys. Files are UTF-8; no other
+encoding is guessed.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+COLUMNS = ("messages", "prompt", "response")
+"""Columns of a parquet file that are read; others may hold what they like."""
+
+OriginatedRow = tuple[str, Mapping[str, Any]]
+"""Where a row is, for messages, and its values by column."""
+
+
+def read_rows(path: Path) -> Iterator[OriginatedRow]:
+    """Rows of a `.jsonl`, `.json` (one object per line, or an array of them) or `.parquet` file.
+
+    Blank lines and a byte order mark are skipped. Raises ValueError naming the file, and the row where there is one,
+    for what cannot be read.
+    """
+    check_file(path)
+    rows = 0
+    try:
+        for row in _READERS[path.suffix](path):
+            rows += 1
+            yield row
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not rows:
+        raise ValueError(f"{path} is empty: it holds no row")
+
+
+def check_file(path: Path) -> None:
+    """Raise ValueError for what is no file, or none of a kind that `read_rows` reads."""
+    if path.suffix not in _READERS:
+        raise ValueError(f"{path} is none of {', '.join(_READERS)}")
+    if not path.is_file():
+        raise ValueError(f"{path} is not a file")
+
+
+def origin_of(path: str | Path, row: int) -> str:
+    """The name of row `row`, counted from 0, in messages, where it is counted from 1."""
+    return f"{path} row {row + 1}"
+
+
+def _json_lines(path: Path) -> Iterator[OriginatedRow]:
+    row = 0
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if not content.strip():
+                continue
+            origin = origin_of(path, row)
+            if number != row + 1:
+                origin += f" (line {number})"
+            parsed = _parsed(content, origin, "" if line.endswith(b"\n") else "; the file ends within this line")
+            yield origin, _object(parsed, origin)
+            row += 1
+
+
+def _json(path: Path) -> Iterator[OriginatedRow]:
+    """One object per line, or one array of objects."""
+    with path.open("rb") as stream:
+        beginning = stream.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
+    if not beginning.startswith(b"["):
+        yield from _json_lines(path)
+        return
+    rows = _parsed(path.read_bytes().removeprefix(codecs.BOM_UTF8), str(path), "")
+    for number, row in enumerate(rows):
+        yield origin_of(path, number), _object(row, origin_of(path, number))
+
+
+def _parsed(content: bytes, origin: str, hint: str) -> Any:
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        byte = f"byte {error.start + 1} of it is 0x{content[error.start]:02x}"
+        raise ValueError(f"{origin} is not UTF-8 text: {byte}; convert the file to UTF-8") from error
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if b"\n" in content.rstrip() else ""
+        place = f"at {line}character {error.colno}{hint}"
+        raise ValueError(f"{origin} is not JSON: {error.msg.removesuffix(' at')} {place}") from error
+    except (ValueError, RecursionError) as error:  # A number of thousands of digits; lists in lists without end.
+        raise ValueError(f"{origin} is not JSON that can be read: {error}") from error
+
+
+def _object(value: Any, origin: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        found = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:57]}..."
+        raise ValueError(f"{origin} must be an object with messages, or prompt and response; it is {found}")
+    return value
+
+
+def _parquet(path: Path) -> Iterator[OriginatedRow]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise ValueError(f"{path}: parquet files need pyarrow: pip install 'roll[parquet]'") from error
+    try:
+        with pq.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if "messages" not in names and not {"prompt", "response"} <= set(names):
+                found = ", ".join(names) or "none"
+                raise ValueError(f"{path} must have the column messages, or prompt and response; it has {found}")
+            first = 0
+            for batch in file.iter_batches(batch_size=1024, columns=[name for name in COLUMNS if name in names]):
+                for number, row in enumerate(_values(batch, path, first), start=first):
+                    yield origin_of(path, number), row
+                first += batch.num_rows
+    except pa.ArrowException as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def _values(batch: Any, path: Path, first: int) -> list[dict[str, Any]]:
+    """Rows of a record batch as Python objects; Arrow leaves it to this step to look at the text."""
+    try:
+        rows: list[dict[str, Any]] = batch.to_pylist()
+        return rows
+    except UnicodeDecodeError:
+        for number in range(batch.num_rows):
+            try:
+                batch.slice(number, 1).to_pylist()
+            except UnicodeDecodeError as error:
+                origin = origin_of(path, first + number)
+                raise ValueError(f"{origin} is not UTF-8 text: {error.reason} at byte {error.start + 1}") from error
+        raise
+
+
+_READERS: dict[str, Callable[[Path], Iterator[OriginatedRow]]] = {
+    ".jsonl": _json_lines,
+    ".json": _json,
+    ".parquet": _parquet,
+}
