@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 from transformers import AutoConfig
 
 from roll.config import FAMILIES, ConfigError, ModelConfig, RopeScaling
@@ -188,5 +187,5 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, content: dict[
 
 def test_rope_of_another_family_is_refused_in_settings_too() -> None:
     message = "rope_scaling.rope_type: internlm2 has only 'linear', 'dynamic' here, got 'llama3'"
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(ConfigError, match=message):
         ModelConfig(rope_scaling=RopeScaling(**LLAMA3), **SIZES)
