@@ -171,7 +171,7 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
             self.model_config,
             self.state,
             dtype=self._dtype,
-            tokenizer_from=Path(self.settings.model_path),
+            source=Path(self.settings.model_path),
         )
 
 
