@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from roll.data.tasks import TaskItem
-from roll.data.tokenizer import check_characters
+from roll.data.tokenizer import check_characters, padding_id
 from roll.protocol import DataProto
 
 
@@ -23,7 +23,7 @@ def encode_prompts(items: Sequence[TaskItem], tokenizer: PreTrainedTokenizerBase
     Raises ValueError as `prompt_ids` does.
     """
     prompts = prompt_ids(items, tokenizer, max_prompt_tokens)
-    pad = _token_id(tokenizer, "pad_token")
+    pad = padding_id(tokenizer)
     rows = [[pad] * (max_prompt_tokens - len(ids)) + ids for ids in prompts]
     masks = [[0] * (max_prompt_tokens - len(ids)) + [1] * len(ids) for ids in prompts]
     tensors = {"input_ids": _matrix(rows, max_prompt_tokens), "attention_mask": _matrix(masks, max_prompt_tokens)}

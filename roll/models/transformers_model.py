@@ -23,7 +23,7 @@ def in_transformers(model: ModelConfig) -> ModelConfig:
 def build_transformers_model(model: ModelConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A model with unset weights; fill it with `load_tensors`."""
     config = AutoConfig.for_model(**in_transformers(model).to_hf_dict())
-    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
 
 
 def load_tensors(target: PreTrainedModel, model: ModelConfig, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:

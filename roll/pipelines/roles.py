@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from roll.config import PPOConfig
+from roll.data.tokenizer import padding_id
 from roll.parallel import ParallelDegrees
 from roll.platform import get_platform
 from roll.workers import Cluster, Placement, PlacementLayout, Worker
@@ -76,9 +77,16 @@ def start_roles(config: PPOConfig, model: Path, tokenizer: PreTrainedTokenizerBa
             settings=config.strategy_settings("rollout", model),
             rollout=config.rollout,
             eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
+            pad_token_id=padding_id(tokenizer),
         ),
-        reward=start("reward", RewardWorker, ParallelDegrees(1), function=config.reward.function, tokenizer=model),
+        reward=start(
+            "reward",
+            RewardWorker,
+            ParallelDegrees(1),
+            function=config.reward.function,
+            tokenizer=model,
+            trust_remote_code=config.trusts_remote_code,
+        ),
     )
     loading = [cluster.submit("initialize") for cluster in (roles.actor, roles.critic, roles.reference, roles.rollout)]
     for pending in loading:
