@@ -219,7 +219,9 @@ def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "link", refuse)
     source, target = fill(tmp_path / "source"), tmp_path / "source.unfinished"
     target.mkdir()
+    (source / "link.txt").symlink_to("../elsewhere.txt")
     write_companions(target, source, MODEL, torch.float32, source)
+    assert os.readlink(target / "link.txt") == "../elsewhere.txt"
     assert (target / "README.md").read_text() == "README.md"
     assert (target / "README.md").stat().st_ino != (source / "README.md").stat().st_ino
 
