@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from pydantic import ValidationError
 
 from roll.cli import exit_status
 from roll.config import ConfigError, ModelConfig, ParallelSettings, Problem, check_parallel
@@ -67,12 +66,7 @@ def run(args: argparse.Namespace) -> None:
                 [Problem(f"--{option.replace('_', '-')}", f"must be at least 1, got {vars(args)[option]}")]
             )
     model = SMALL if args.model is None else ModelConfig.from_folder(args.model)
-    try:
-        parallel = ParallelSettings(
-            mode=args.mode, tp=args.tp, sp=args.sp, wp=args.wp, cp=args.cp, cp_comm=args.cp_comm
-        )
-    except ValidationError as refused:
-        raise ConfigError([Problem("parallel", problem["msg"]) for problem in refused.errors()]) from None
+    parallel = ParallelSettings(mode=args.mode, tp=args.tp, sp=args.sp, wp=args.wp, cp=args.cp, cp_comm=args.cp_comm)
     row = args.seq_len if args.unpacked else args.micro_bsz * args.seq_len
     check_divides(row, parallel.row_multiple, "parts")
     check_divides(args.seq_len, parallel.segment_multiple, "parts")

@@ -82,6 +82,17 @@ def arguments_without_a_type(tree: ast.Module) -> Iterator[str]:
                 yield f"line {argument.lineno}: {function.name}({argument.arg})"
 
 
+def unasked_questions(tree: ast.Module) -> Iterator[str]:
+    """Calls of transformers' Auto classes that do not say whether code of a folder may run: transformers would ask."""
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        name = ast.unparse(node.func.value).split(".")[-1]
+        loads = node.func.attr in ("from_pretrained", "from_config")
+        if name.startswith("Auto") and loads and "trust_remote_code" not in {word.arg for word in node.keywords}:
+            yield f"line {node.lineno}: {name}.{node.func.attr} without trust_remote_code"
+
+
 def relative(path: Path) -> str:
     """The path as it is written in messages and in MAY_NAME_A_DEVICE: from the root, with forward slashes."""
     return path.relative_to(ROOT).as_posix()
@@ -116,6 +127,10 @@ def test_every_exception_is_needed(check: Check, exceptions: dict[str, str]) -> 
     assert [name for name in exceptions if not findings(check, [ROOT / name])] == []
 
 
+def test_every_question_of_transformers_is_answered() -> None:
+    assert findings(unasked_questions, FILES) == []
+
+
 def test_public_arguments_have_types() -> None:
     assert findings(arguments_without_a_type, FILES) == []
 
@@ -145,6 +160,8 @@ def test_every_folder_is_a_package() -> None:
         (device_names, "torch.cuda.synchronize()\nx.cuda()", 2),
         (device_names, "from torch import cuda\nfrom torch.cuda import Stream\nimport torch.cuda", 3),
         (device_names, "'''Runs on cuda.'''\nx.is_cuda\nname = 'cudagraphs'", 0),
+        (unasked_questions, "AutoTokenizer.from_pretrained(folder)\ntransformers.AutoModel.from_config(config)", 2),
+        (unasked_questions, "AutoConfig.from_pretrained(a, trust_remote_code=no)\nAutoConfig.for_model('llama')", 0),
         (arguments_without_a_type, "def f(a, /, b, *c, d, **e): ...", 5),
         (arguments_without_a_type, "class A:\n    def __init__(self, size): ...\n    def f(self): ...", 1),
         (arguments_without_a_type, "def f(a: int, *b: int, **c: int): ...\ndef _g(a): ...", 0),

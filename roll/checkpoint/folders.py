@@ -32,7 +32,9 @@ def finish_folder(unfinished: Path, folder: Path) -> None:
 
 
 def on_rank_0(act: Callable[[], T]) -> T:
-    """What `act` returns on rank 0, or its OSError, on every rank. Collective: nobody goes on before rank 0 is done.
+    """What `act` returns on rank 0, or its OSError or ValueError, on every rank.
+
+    Collective: nobody goes on before rank 0 is done.
 
     Were the error left to rank 0 alone, the others would wait for it until their group's timeout.
     """
@@ -40,7 +42,7 @@ def on_rank_0(act: Callable[[], T]) -> T:
     if dist.get_rank() == 0:
         try:
             outcome[0] = act()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             outcome[1] = error
     dist.broadcast_object_list(outcome, src=0)
     value, failure = outcome

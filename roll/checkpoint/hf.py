@@ -15,8 +15,9 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from safetensors import SafetensorError
 
+from roll.checkpoint.companions import refuse_to_delete, write_companions
 from roll.checkpoint.folders import begin_folder, finish_folder, on_rank_0
-from roll.checkpoint.hf_writer import MAX_SHARD_BYTES, ShardWriter, copy_tokenizer, write_config, write_index
+from roll.checkpoint.hf_writer import MAX_SHARD_BYTES, ShardWriter, write_index
 from roll.checkpoint.tensor_sources import TensorSource
 from roll.config import ModelConfig, expand_path
 from roll.models.families import to_family
@@ -41,18 +42,22 @@ def save_hf(
     state: ParallelState,
     *,
     dtype: torch.dtype,
-    tokenizer_from: str | Path,
+    source: str | Path | None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write the model as a Hugging Face folder. Collective over all ranks; the folder appears when it is complete.
 
-    The leading rank of each pipeline stage writes its own layers, in `dtype`. Tokenizer files of `tokenizer_from` are
-    copied along.
+    The leading rank of each pipeline stage writes its own layers, in `dtype`. The other files come from `source`, the
+    folder that the model came from, as `roll.checkpoint.companions` says; None: it came from none.
 
     Raises:
-        OSError: a file cannot be written, or `tokenizer_from` is not there; on every rank alike.
+        ValueError: `source` lies inside of `folder`, which is replaced.
+        OSError: a file cannot be written, or `source` is not there; on every rank alike.
     """
-    folder, tokenizer_from = expand_path(folder), expand_path(tokenizer_from)
+    folder = expand_path(folder)
+    source = None if source is None else expand_path(source)
+    refuse_to_delete(source, folder)
+    folder = folder.resolve()  # A link to a folder stays one: the folder behind it is replaced.
     unfinished = on_rank_0(lambda: begin_folder(folder))
     writer = ShardWriter(unfinished, f"model-stage{state.at.pp:02d}", max_shard_bytes)
     writes = state.at.tp == state.at.cp == state.at.dp == 0
@@ -65,8 +70,7 @@ def save_hf(
 
     def finish() -> None:
         write_index(unfinished, written)
-        write_config(unfinished, config, dtype)
-        copy_tokenizer(tokenizer_from, unfinished)
+        write_companions(unfinished, folder, config, dtype, source)
         finish_folder(unfinished, folder)
 
     on_rank_0(finish)

@@ -1,22 +1,18 @@
-"""Writes a Hugging Face folder: safetensors of a limited size, their index, config.json and the tokenizer."""
+"""Writes the weights of a Hugging Face folder: safetensors of a limited size, and their index."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from roll.checkpoint.tensor_sources import INDEX, SINGLE
-from roll.config import ModelConfig
+from roll.checkpoint.weight_files import INDEX, SINGLE
 
 MAX_SHARD_BYTES = 2 << 30
-TOKENIZER_FILES = ("vocab.json", "merges.txt", "chat_template.jinja")  # Those without "token" in their names.
 
 
 class ShardWriter:
@@ -67,16 +63,3 @@ def _tensor_bytes(path: Path) -> int:
     """The size of a safetensors file without its header, whose length stands in the first eight bytes."""
     with path.open("rb") as file:
         return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
-
-
-def write_config(folder: Path, config: ModelConfig, dtype: torch.dtype) -> None:
-    """config.json, as other libraries read it."""
-    content = config.to_hf_dict() | {"dtype": str(dtype).removeprefix("torch.")}
-    (folder / "config.json").write_text(json.dumps(content, indent=2))
-
-
-def copy_tokenizer(source: Path, target: Path) -> None:
-    """The tokenizer's files of a Hugging Face folder, if it has any."""
-    for path in source.iterdir():
-        if path.is_file() and ("token" in path.name or path.name in TOKENIZER_FILES):
-            shutil.copy2(path, target / path.name)

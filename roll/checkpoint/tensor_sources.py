@@ -1,27 +1,26 @@
 """Where a model's initial tensors come from: a Hugging Face folder, or a seed.
 
-A folder has `config.json`, the tokenizer's files, and safetensors: either one `model.safetensors` or several files with
-`model.safetensors.index.json`.
+A folder has `config.json`, the tokenizer's files, and weights (see `roll.checkpoint.weight_files`).
 """
 
 from __future__ import annotations
 
-import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from roll.checkpoint.weight_files import WeightFiles
 from roll.config import ModelConfig, expand_path
 from roll.models.families import EMBEDDING, OUTPUT, TENSOR_NAMES, family_shapes, join_qkv
 from roll.models.hf_layout import hf_shapes
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+COMPARED_ROWS = 4096
+"""Rows of a tied output that are compared with the embedding at once: it bounds memory."""
 
 
 class TensorSource(Protocol):
@@ -42,17 +41,13 @@ class HfFolder:
         self.folder = folder = expand_path(folder)
         self.model = model
         self.names = TENSOR_NAMES[model.model_type]
-        self._file_of: Mapping[str, str]
-        index = folder / INDEX
-        if index.is_file():
-            self._file_of = _read_index(index)
-        elif (folder / SINGLE).is_file():
-            self._file_of = dict.fromkeys(_header(folder / SINGLE), SINGLE)
-        else:
-            raise ValueError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX}")
-        absent = sorted(name for name in set(self._file_of.values()) if not (folder / name).is_file())
-        if absent:
-            raise ValueError(f"{folder}: {INDEX} names files that are not there: {', '.join(absent)}")
+        self._files = WeightFiles(folder)
+        self._stored = {self._full_name(name): name for name in self._files.names()}
+
+    def _full_name(self, name: str) -> str:
+        """The family's name of a stored tensor: files that hold a model without its output leave `model.` out."""
+        full = f"model.{name}"
+        return full if self.names.canonical(full) is not None or self.names.is_computed(full) else name
 
     def check(self, head: str) -> None:
         """Compare names and shapes with the model's.
@@ -60,31 +55,43 @@ class HfFolder:
         A value head that is not there is started anew, and a language model's output is not read for one.
 
         Raises:
-            ValueError: tensors are missing, unknown or of another shape; all of them are listed.
+            ValueError: tensors are missing, unknown or of another shape, or a tied output is not its embedding; all
+                of them are listed.
         """
         expected, found = family_shapes(self.model, head), self.shapes()
         (output,), (embedding,) = self.names.of(OUTPUT), self.names.of(EMBEDDING)
-        optional = {"v_head.weight", output} if head == "value" else {"v_head.weight"}
+        tied = head == "lm" and self.model.tie_word_embeddings
+        optional = {"v_head.weight", output} if head == "value" or tied else {"v_head.weight"}
         unknown = sorted(name for name in found.keys() - expected.keys() - optional if not self.names.is_computed(name))
         problems = [f"missing: {name}" for name in sorted(expected.keys() - found.keys() - optional)]
-        # A tied output beside its embedding might be another tensor, and then one of the two would be lost.
-        tied = {output: f", which tie_word_embeddings makes {embedding}"} if self.model.tie_word_embeddings else {}
-        problems += [f"unknown: {name}{tied.get(name, '')}" for name in unknown]
+        problems += [f"unknown: {name}" for name in unknown]
+        if tied:
+            expected[output] = expected[embedding]
         problems += [
             f"shape: {name} is {found[name]}, the config asks for {shape}"
             for name, shape in expected.items()
             if name in found and found[name] != shape
         ]
+        if tied and found.get(output) == found.get(embedding) == expected[embedding]:
+            problems += self._untied(output, embedding)
         if problems:
             raise ValueError(f"{self.folder} does not fit its config.json:\n  " + "\n  ".join(problems))
 
+    def _untied(self, output: str, embedding: str) -> Iterator[str]:
+        """A tied output that is another tensor than its embedding: transformers 4 reads the one, 5 the other."""
+        rows = self.model.vocab_size
+        for start in range(0, rows, COMPARED_ROWS):
+            one, other = (self._read(name, 0, start, start + COMPARED_ROWS) for name in (output, embedding))
+            if not bool((one == other).all()):
+                yield (
+                    f"tied: {output} differs from {embedding}, which tie_word_embeddings makes it: remove it from the "
+                    "file, or set tie_word_embeddings to false in config.json"
+                )
+                return
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The family's name and the shape of every tensor, from the files' headers."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for file_name in sorted(set(self._file_of.values())):
-            header = _header(self.folder / file_name)
-            shapes |= {name: shape for name, shape in header.items() if self._file_of.get(name) == file_name}
-        return shapes
+        return {self._full_name(name): shape for name, shape in self._files.shapes().items()}
 
     def part(self, name: str, dim: int | None, index: int, count: int) -> Tensor:
         own = self.names.of(EMBEDDING if name == OUTPUT and self.model.tie_word_embeddings else name)
@@ -97,34 +104,20 @@ class HfFolder:
         return whole.chunk(count)[index]
 
     def _part(self, name: str, dim: int | None, index: int, count: int) -> Tensor:
-        if name not in self._file_of:
+        if name not in self._stored:
             assert name == "v_head.weight", name  # `check` has refused everything else.
             return torch.zeros(())
-        with safe_open(self.folder / self._file_of[name], framework="pt") as file:
-            whole = file.get_slice(name)
-            if dim is None:
-                return whole[:]
-            size = whole.get_shape()[dim] // count
-            rows = slice(index * size, (index + 1) * size)
-            return whole[rows] if dim == 0 else whole[:, rows]
+        if dim is None:
+            return self._read(name, None)
+        size = self._shapes[name][dim] // count
+        return self._read(name, dim, index * size, (index + 1) * size)
 
+    def _read(self, name: str, dim: int | None, start: int = 0, stop: int | None = None) -> Tensor:
+        return self._files.read(self._stored[name], dim, start, stop)
 
-def _read_index(path: Path) -> dict[str, str]:
-    """Tensor name to the file that holds it."""
-    try:
-        file_of: dict[str, str] = json.loads(path.read_text())["weight_map"]
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"{path} is not a complete index: {error!r}") from error
-    return file_of
-
-
-def _header(path: Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a safetensors file."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a complete safetensors file: {error}") from error
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return self.shapes()
 
 
 class RandomTensors:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from difflib import get_close_matches
+from typing import get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from roll.config.problems import ConfigError, Problem
-from roll.config.settings import Settings, section_type
 
 LONGEST_VALUE = 80
 
 
-def schema_problems(cls: type[Settings], error: ValidationError) -> list[Problem]:
+def schema_problems(cls: type[BaseModel], error: ValidationError) -> list[Problem]:
     """One problem per field that is wrong in itself. What the checks of a section found is left to `find_problems`."""
     return [problem for details in error.errors(include_url=False) for problem in _explain(cls, details)]
 
 
-def _explain(cls: type[Settings], details: ErrorDetails) -> Iterator[Problem]:
+def _explain(cls: type[BaseModel], details: ErrorDetails) -> Iterator[Problem]:
     path = ".".join(str(part) for part in details["loc"])
     got = f"got {_shown(details['input'])}"
     cause = details.get("ctx", {}).get("error")
@@ -30,6 +31,8 @@ def _explain(cls: type[Settings], details: ErrorDetails) -> Iterator[Problem]:
             pass  # a default that follows from a field with a problem of its own
         case "value_error":
             yield Problem(path, f"{cause}, {got}")
+        case "json_invalid":
+            yield Problem(path, details["msg"])
         case "missing":
             yield Problem(path, "this setting is required, but not given")
         case "extra_forbidden":
@@ -48,7 +51,7 @@ def _shown(value: object) -> str:
     return text if len(text) <= LONGEST_VALUE else text[:LONGEST_VALUE] + "..."
 
 
-def nearest_setting(cls: type[Settings], path: str) -> str:
+def nearest_setting(cls: type[BaseModel], path: str) -> str:
     """The known setting that `path` most likely meant.
 
     In this order: a similar name in the same section (`actor.parallel.tpp` is `actor.parallel.tp`), the same name in
@@ -63,7 +66,7 @@ def nearest_setting(cls: type[Settings], path: str) -> str:
     return get_close_matches(path, namesakes or known, n=1, cutoff=0.0)[0]
 
 
-def known_settings(cls: type[Settings]) -> list[str]:
+def known_settings(cls: type[BaseModel]) -> list[str]:
     """The dotted paths of all settings under `cls`, sections included, in the order of their definition."""
     known = []
     for name, field in cls.model_fields.items():
@@ -72,6 +75,14 @@ def known_settings(cls: type[Settings]) -> list[str]:
         if section is not None:
             known.extend(f"{name}.{below}" for below in known_settings(section))
     return known
+
+
+def section_type(field: FieldInfo) -> type[BaseModel] | None:
+    """The class of a field that is a section of settings (or an optional one), None for a plain value."""
+    for option in (field.annotation, *get_args(field.annotation)):
+        if isinstance(option, type) and issubclass(option, BaseModel):
+            return option
+    return None
 
 
 def _name(path: str) -> str:

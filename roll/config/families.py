@@ -37,6 +37,11 @@ class Family:
     rope_types: tuple[RopeType, ...] = ("linear", "dynamic", "llama3")
     """Values of rope_scaling's type that its own code knows and this library has, beside `default`."""
 
+    @property
+    def base_architecture(self) -> str:
+        """The name of the network without an output layer."""
+        return self.architecture.removesuffix("ForCausalLM") + "Model"
+
 
 _DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-6,

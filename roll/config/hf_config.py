@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,9 @@ from roll.config.rope import RopeScaling
 
 # Of every family: changes what the model computes, with the only value that is supported. Not written by `to_hf_dict`.
 ONLY_EVERYWHERE: dict[str, Any] = {"partial_rotary_factor": 1.0, "quantization_config": None}
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+NO_TOKEN = -1
+FRACTIONS = ("rms_norm_eps", "rope_theta", "initializer_range")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -49,11 +52,14 @@ def unsupported(data: Mapping[str, Any], family: Family) -> Iterator[Problem]:
     """The keys of config.json that ask for a computation this library does not have."""
     for key, only in (ONLY_EVERYWHERE | dict(family.only)).items():
         meaning = data.get(key, family.defaults.get(key, only))
+        if meaning is None and only is False:  # A null is as false as a false to every reader.
+            continue
         if meaning != only:
             got = json.dumps(meaning) if key in data else f"no value, which means {json.dumps(meaning)}"
             yield Problem(key, f"only {json.dumps(only)} is supported, got {got}")
     architectures = data.get("architectures") or [family.architecture]
-    if family.architecture not in architectures:
+    # The network without its output: all that a value head needs, and complete where the output is tied.
+    if not {family.architecture, family.base_architecture} & set(architectures):
         yield Problem("architectures", f"only {family.architecture!r} is supported, got {json.dumps(architectures)}")
     others = sorted(set(data.get("layer_types") or ()) - {"full_attention"})
     if others:
@@ -61,6 +67,34 @@ def unsupported(data: Mapping[str, Any], family: Family) -> Iterator[Problem]:
     for key in EXPERTS:
         if data.get(key):
             yield Problem(key, f"mixtures of experts are not supported, got {data[key]}")
+
+
+def stated_values(data: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """What config.json says of `names`. A null says no more than a missing key does, but for a token id.
+
+    A token id of -1 is how older files write that there is none. Numbers may be written as text ("1e-06").
+    """
+    stated = {name: data[name] for name in names if data.get(name) is not None or (name in TOKEN_IDS and name in data)}
+    for name, value in stated.items():
+        if name in TOKEN_IDS:
+            stated[name] = _token_id(value)
+        elif name in FRACTIONS:
+            stated[name] = _number(value)
+    return stated
+
+
+def _token_id(value: Any) -> Any:
+    if isinstance(value, list):
+        return [token_id for token_id in value if token_id != NO_TOKEN] or None
+    return None if value == NO_TOKEN else value
+
+
+def _number(value: Any) -> Any:
+    """The number that a text is; anything else as it is, for the settings' types to judge."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 class RopeReading:
@@ -74,7 +108,7 @@ class RopeReading:
         self.key = "rope_scaling" if data.get("rope_scaling") else "rope_parameters"
         given = data.get(self.key) or {}
         self.problems: list[Problem] = []
-        self.theta = data.get("rope_theta", family.defaults["rope_theta"])
+        self.theta = stated_values(data, ["rope_theta"]).get("rope_theta", family.defaults["rope_theta"])
         self.scaling: dict[str, Any] | None = None
         if not isinstance(given, dict):
             self.problems.append(Problem(self.key, f"must be a JSON object, got {json.dumps(given)}"))
@@ -82,7 +116,7 @@ class RopeReading:
             message = f"must hold for all layers alike, got one for each of {_listed(per_layer)}"
             self.problems.append(Problem(self.key, message))
         else:
-            self.theta = given.get("rope_theta", self.theta)
+            self.theta = stated_values(given, ["rope_theta"]).get("rope_theta", self.theta)
             self._read(given, family)
 
     def _read(self, given: dict[str, Any], family: Family) -> None:
@@ -93,7 +127,11 @@ class RopeReading:
             message = f"{family.model_type} has only {_listed(known)} here, got {rope_type!r}"
             self.problems.append(Problem(f"{self.key}.{name}", message))
             return
-        settings = {key: value for key, value in given.items() if key not in ("type", "rope_type", "rope_theta")}
+        settings = {
+            key: _number(value)
+            for key, value in given.items()
+            if key not in ("type", "rope_type", "rope_theta") and value is not None
+        }
         if settings.get("partial_rotary_factor") == 1:
             del settings["partial_rotary_factor"]
         meaningful = () if rope_type == "default" else RopeScaling.model_fields

@@ -13,12 +13,10 @@ from typing import Any, TypeVar
 import yaml  # type: ignore[import-untyped]
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import ValidationError
 
-from roll.config.explain import schema_problems
 from roll.config.paths import expand_path
 from roll.config.problems import ConfigError, Problem
-from roll.config.settings import Settings, find_problems, usable_part
+from roll.config.settings import Settings
 
 S = TypeVar("S", bound=Settings)
 
@@ -54,9 +52,8 @@ def load_config(cls: type[S], path: Path | str, overrides: Sequence[str] = ()) -
     unresolved = {problem.path for problem in problems}
     try:
         settings = cls.model_validate(data)
-    except ValidationError as error:
-        found = schema_problems(cls, error) + find_problems(usable_part(cls, data))
-        problems.extend(problem for problem in found if problem.path not in unresolved)
+    except ConfigError as error:
+        problems.extend(problem for problem in error.problems if problem.path not in unresolved)
     if problems:
         raise ConfigError(problems)
     return settings

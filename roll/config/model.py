@@ -7,15 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, Strict, ValidationError
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, Strict
 
-from roll.config.explain import schema_problems
 from roll.config.families import FAMILIES, Family, ModelType
-from roll.config.hf_config import RopeReading, family_of, read_config_json, unsupported
+from roll.config.hf_config import TOKEN_IDS, RopeReading, family_of, read_config_json, stated_values, unsupported
 from roll.config.paths import expand_path
 from roll.config.problems import Check, ConfigError, Problem
 from roll.config.rope import RopeScaling
-from roll.config.settings import Settings, find_problems, usable_part
+from roll.config.settings import Settings
 
 
 def _equal_share(sizes: Mapping[str, Any]) -> int:
@@ -98,7 +97,7 @@ class ModelConfig(Settings):
         yield self._key_value_heads_divide_heads
         yield self._family_has_rope_type
         yield self._family_has_bias
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        for name in TOKEN_IDS:
             yield partial(self._id_is_in_vocabulary, name)
 
     def _head_dim_fits(self) -> Iterator[Problem]:
@@ -151,21 +150,24 @@ class ModelConfig(Settings):
             raise ConfigError([Problem(str(file), str(family))])
         rope = RopeReading(data, family)
         problems = [*unsupported(data, family), *rope.problems]
-        said = {**family.defaults, **data}
-        known = {name: said[name] for name in cls.model_fields if name in said and name != "bias"}
-        if family.bias_key in said:
-            known["bias"] = said[family.bias_key]
+        names = [name for name in cls.model_fields if name != "bias"]  # which has a name of the family's own
+        known = {name: value for name, value in family.defaults.items() if name in names}
+        known |= stated_values(data, names)
+        if family.bias_key is not None:
+            stated = stated_values(data, [family.bias_key])
+            known["bias"] = stated.get(family.bias_key, family.defaults.get(family.bias_key, False))
         known |= {"rope_theta": rope.theta, "rope_scaling": rope.scaling}
-        if known.get("num_key_value_heads") is None and "num_attention_heads" in known:
+        # A null undoes the family's default of these two: they follow from the sizes.
+        for name in ("num_key_value_heads", "head_dim"):
+            if name in data and data[name] is None:
+                known.pop(name, None)
+        if "num_key_value_heads" not in known and "num_attention_heads" in known:
             known["num_key_value_heads"] = known["num_attention_heads"]
-        if known.get("head_dim", 0) is None:
-            del known["head_dim"]
         try:
             model = cls.model_validate(known)
-        except ValidationError as error:
-            found = schema_problems(cls, error) + find_problems(usable_part(cls, known))
+        except ConfigError as error:
             named = {problem.path for problem in problems}
-            found = [rope.as_named_in_file(problem) for problem in found]
+            found = [rope.as_named_in_file(problem) for problem in error.problems]
             found = [Problem(family.bias_key or x.path, x.message) if x.path == "bias" else x for x in found]
             problems += [problem for problem in found if problem.path not in named]
         if problems:

@@ -16,6 +16,9 @@ class ModelSource(Settings):
 
     path: PathSetting | None = None
     """Folder in Hugging Face layout with weights and tokenizer, seen from the working directory."""
+    trust_remote_code: bool = False
+    """Whether code that lies in `path`, or that it names, may run: the tokenizer's, where there is no tokenizer.json.
+    Models are always this library's own."""
     config: ModelConfig | None = None
     """Architecture of a model that is made from random weights, with a tokenizer of its own, one token a character."""
 
@@ -28,12 +31,16 @@ class ModelSource(Settings):
         return ModelConfig.from_folder(self.path)
 
     def checks(self) -> Iterable[Check]:
-        return (self._exactly_one,)
+        return (self._exactly_one, self._code_is_of_a_folder)
 
     def _exactly_one(self) -> Iterator[Problem]:
         if (self.path is None) == (self.config is None):
             given = "neither" if self.path is None else f"path {str(self.path)!r} and a config"
             yield Problem("", f"exactly one of path and config must be set, the other null; got {given}")
+
+    def _code_is_of_a_folder(self) -> Iterator[Problem]:
+        if self.trust_remote_code and self.path is None:
+            yield Problem("trust_remote_code", "must be false where there is no path: there is no code to run")
 
 
 def folder_problems(setting: str, folder: Path) -> Iterator[Problem]:

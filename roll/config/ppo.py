@@ -66,6 +66,9 @@ class PPOConfig(Settings):
     model_path: PathSetting | None = None
     """Folder in Hugging Face layout that the run starts from, seen from the working directory; null: what warm_start
     makes."""
+    trust_remote_code: bool = False
+    """Whether code that lies in `model_path`, or that it names, may run: the tokenizer's, where there is no
+    tokenizer.json. A warm start has `model.trust_remote_code` for its own."""
     warm_start: SFTConfig | None = None
     """The supervised run whose final model this run starts from, which runs first where it has not run yet; given if,
     and only if, there is no model_path."""
@@ -105,6 +108,11 @@ class PPOConfig(Settings):
             return self.warm_start.model.architecture
         assert self.model_path is not None, "exactly one of model_path and warm_start is set"
         return ModelConfig.from_folder(self.model_path)
+
+    @property
+    def trusts_remote_code(self) -> bool:
+        """Whether code of the model folder may run; a warm start's final model has that of the folder it came from."""
+        return self.trust_remote_code if self.warm_start is None else self.warm_start.model.trust_remote_code
 
     @property
     def rows_on(self) -> RowsOn:

@@ -30,6 +30,7 @@ def ppo_checks(config: PPOConfig) -> Iterator[Check]:
     """All checks across the sections of `config`."""
     yield partial(_one_model, config)
     yield partial(_model_folder_is_usable, config)
+    yield partial(_code_is_of_a_folder, config)
     yield partial(_warm_start_has_another_name, config)
     yield partial(_warm_start_does_not_resume, config)
     for role in MODEL_ROLES:
@@ -72,6 +73,13 @@ def _one_model(config: PPOConfig) -> Iterator[Problem]:
 def _model_folder_is_usable(config: PPOConfig) -> Iterator[Problem]:
     if config.model_path is not None and config.warm_start is None:
         yield from folder_problems("model_path", config.model_path)
+
+
+def _code_is_of_a_folder(config: PPOConfig) -> Iterator[Problem]:
+    if config.trust_remote_code and config.warm_start is not None:
+        yield Problem(
+            "trust_remote_code", "must be false with a warm_start; warm_start.model.trust_remote_code is its own"
+        )
 
 
 def _warm_start_has_another_name(config: PPOConfig) -> Iterator[Problem]:

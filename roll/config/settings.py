@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, Never, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model, model_validator
-from pydantic.fields import FieldInfo
+from pydantic._internal._model_construction import ModelMetaclass  # BaseModel's; it has no public name.
 
+from roll.config.explain import schema_problems, section_type
 from roll.config.problems import Check, ConfigError, Problem, UnavailableError, run_checks
 
 
-class Settings(BaseModel):
+class _RefusesInOurWords(ModelMetaclass):
+    """Turns pydantic's refusal of `cls(...)` into a ConfigError.
+
+    Here and not in `__init__`, which pydantic would then call for each section of a whole, one problem at a time.
+    """
+
+    def __call__(cls, *args: Any, **values: Any) -> Any:
+        try:
+            return super().__call__(*args, **values)
+        except ValidationError as error:
+            raise ConfigError(problems_of(cast("type[Settings]", cls), values, error)) from None
+
+
+class Settings(BaseModel, metaclass=_RefusesInOurWords):
     """A section of settings. Bounds of one field stand in its type; what two fields must agree on is a check.
 
     Types are strict: `"3"`, `3.0` and `true` are no integers. What YAML has no type for is marked `Strict(False)`:
     paths (from text) and tuples (from lists). The sentence under a field is its description.
-    Constructing a section by hand raises pydantic's ValidationError, a ValueError; `load_config` raises ConfigError.
+    Wrong values raise ConfigError, a ValueError with a line for each problem, from `load_config` and by hand alike.
     """
 
     model_config = ConfigDict(
@@ -40,6 +55,31 @@ class Settings(BaseModel):
             raise ConfigError(problems)
         return self
 
+    @classmethod
+    def model_validate(cls, obj: Any, **how: Any) -> Self:
+        """The settings that a mapping holds. Raises ConfigError."""
+        try:
+            return super().model_validate(obj, **how)
+        except ValidationError as error:
+            raise ConfigError(problems_of(cls, obj, error)) from None
+
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes | bytearray, **how: Any) -> Self:
+        """The settings that a JSON object holds. Raises ConfigError."""
+        try:
+            return super().model_validate_json(json_data, **how)
+        except ValidationError as error:
+            is_json = all(details["type"] != "json_invalid" for details in error.errors(include_url=False))
+            raise ConfigError(problems_of(cls, json.loads(json_data) if is_json else None, error)) from None
+
+    def __setattr__(self, name: str, value: Any) -> Never:
+        """Refuse: what was checked together stays together."""
+        message = f"is not changed by assignment; build another {type(self).__name__} with {name}={value!r}"
+        raise ConfigError([Problem(name, message)])
+
+    def __delattr__(self, name: str) -> Never:
+        raise ConfigError([Problem(name, f"is not deleted from a {type(self).__name__}, which has all its settings")])
+
     if not TYPE_CHECKING:  # a declared __getattr__ would make every name an attribute to a type checker
 
         def __getattr__(self, name: str) -> Any:
@@ -49,6 +89,12 @@ class Settings(BaseModel):
 
 
 S = TypeVar("S", bound=Settings)
+
+
+def problems_of(cls: type[Settings], data: Any, error: ValidationError) -> list[Problem]:
+    """Everything that is wrong with `data` as a `cls`: what pydantic found, and what the checks of the rest find."""
+    found = schema_problems(cls, error)
+    return found + find_problems(usable_part(cls, data)) if isinstance(data, Mapping) else found
 
 
 def find_problems(settings: Settings) -> list[Problem]:
@@ -73,7 +119,7 @@ def usable_part(cls: type[S], data: Mapping[str, Any]) -> S:
         if name not in data:
             if not field.is_required():
                 values[name] = field.get_default(call_default_factory=True, validated_data=values)
-        elif section is not None and isinstance(data[name], Mapping):
+        elif section is not None and issubclass(section, Settings) and isinstance(data[name], Mapping):
             values[name] = usable_part(section, data[name])
         else:
             try:
@@ -84,14 +130,6 @@ def usable_part(cls: type[S], data: Mapping[str, Any]) -> S:
     for name in cls.model_fields.keys() - values.keys():
         part.__dict__.pop(name, None)  # model_construct fills in defaults, which are not what the user asked for
     return part
-
-
-def section_type(field: FieldInfo) -> type[Settings] | None:
-    """The Settings class of a field that is a section (or an optional one), None for a plain value."""
-    for option in (field.annotation, *get_args(field.annotation)):
-        if isinstance(option, type) and issubclass(option, Settings):
-            return option
-    return None
 
 
 @cache

@@ -16,7 +16,7 @@ from roll.data.sources.conversation import plain_text
 from roll.data.sources.learned_text import EncodedText, encode_learned
 from roll.data.special_tokens import encode_text, front_tokens
 from roll.data.tasks import TaskItem
-from roll.data.tokenizer import check_characters
+from roll.data.tokenizer import check_characters, padding_id
 from roll.protocol import DataProto
 
 
@@ -26,7 +26,7 @@ def encode_prompts(items: Sequence[TaskItem], tokenizer: PreTrainedTokenizerBase
     Raises ValueError as `prompt_ids` does.
     """
     prompts = prompt_ids(items, tokenizer, max_prompt_tokens)
-    pad = _token_id(tokenizer, "pad_token")
+    pad = padding_id(tokenizer)
     rows = [[pad] * (max_prompt_tokens - len(ids)) + ids for ids in prompts]
     masks = [[0] * (max_prompt_tokens - len(ids)) + [1] * len(ids) for ids in prompts]
     tensors = {"input_ids": _matrix(rows, max_prompt_tokens), "attention_mask": _matrix(masks, max_prompt_tokens)}

@@ -1,4 +1,5 @@
-"""A character-level Hugging Face tokenizer, for small models on short tasks, and the check of a text's characters.
+"""A character-level Hugging Face tokenizer, for small models on short tasks; of any tokenizer, unknown characters and
+the id that fills up rows.
 
 `save_pretrained` writes it beside a model; `AutoTokenizer.from_pretrained` reads it back. It adds no special tokens by
 itself, so that n characters are n tokens, and it never reads one out of a text: the five characters `<eos>` of a prompt
@@ -88,6 +89,22 @@ def check_characters(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, *
     unknown = unknown_characters(texts, tokenizer)
     if unknown:
         raise ValueError(f"{what} hold characters that the tokenizer does not know: {_quoted(unknown)}")
+
+
+def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id that fills up rows: the pad token's, or the end token's where there is no pad token (Llama's has none).
+
+    Any id serves: masks say which tokens are real, and nothing depends on what stands at the others.
+
+    Raises:
+        ValueError: the tokenizer has neither; names its folder.
+    """
+    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token_id is not None:
+            return int(token_id)
+    folder = tokenizer.name_or_path or "without a folder"
+    way_out = "name an eos_token in its tokenizer_config.json"
+    raise ValueError(f"the tokenizer {folder} has neither a pad_token nor an eos_token: {way_out}")
 
 
 def _quoted(characters: list[str]) -> str:

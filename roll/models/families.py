@@ -2,7 +2,7 @@
 
 Canonical are InternLM2's. The other families keep q, k and v apart, InternLM2 has them in one `wqkv`, whose rows are,
 for each key-value head, its queries, then its key, then its value. Where the output is tied to the embedding, files
-hold only the embedding: `to_family` leaves the output out, and whoever reads takes the embedding for it.
+hold only the embedding: `to_family` leaves the output out, and readers take the embedding for it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ class TensorNames:
     """
 
     rows: Mapping[str, tuple[str, ...]]
-    computed: tuple[str, ...] = ()
-    """Tensors that files may hold although they follow from the config; they are not read."""
 
     def of(self, canonical: str) -> tuple[str, ...]:
         """The family's name of a tensor, or its three names of q, k and v."""
@@ -46,8 +44,8 @@ class TensorNames:
         return None
 
     def is_computed(self, name: str) -> bool:
-        """Whether the tensor follows from the config."""
-        return _pattern(name)[0] in self.computed
+        """Whether the tensor follows from the config: old files hold the frequencies of RoPE, which are not read."""
+        return name.endswith("rotary_emb.inv_freq")
 
 
 def _pattern(name: str) -> tuple[str, str]:
@@ -87,13 +85,11 @@ _OUTPUT_BIAS = _in_layers({"attention.wo.bias": "self_attn.o_proj.bias"})
 _QK_NORM = _in_layers(
     {"attention.q_norm.weight": "self_attn.q_norm.weight", "attention.k_norm.weight": "self_attn.k_norm.weight"}
 )
-# Files that were converted from Meta's before transformers 4.32 hold the frequencies of RoPE.
-_FREQUENCIES = (_LAYER + "self_attn.rotary_emb.inv_freq",)
 
 TENSOR_NAMES: dict[str, TensorNames] = {
     "internlm2": TensorNames({canonical: (canonical,) for canonical in _LLAMA | _QKV_BIAS | _OUTPUT_BIAS}),
-    "llama": TensorNames(_LLAMA | _QKV_BIAS | _OUTPUT_BIAS, computed=_FREQUENCIES),
-    "mistral": TensorNames(_LLAMA, computed=_FREQUENCIES),
+    "llama": TensorNames(_LLAMA | _QKV_BIAS | _OUTPUT_BIAS),
+    "mistral": TensorNames(_LLAMA),
     "qwen2": TensorNames(_LLAMA | _QKV_BIAS),
     "qwen3": TensorNames(_LLAMA | _QKV_BIAS | _OUTPUT_BIAS | _QK_NORM),
 }

@@ -24,7 +24,7 @@ def build_transformers_model(model: ModelConfig, dtype: torch.dtype = torch.floa
     """A model with unset weights; fill it with `load_tensors`."""
     # Without `pad_token_id`: torch gives the embedding of that id no gradient, and it may be that of a real token.
     config = AutoConfig.for_model(**(in_transformers(model).to_hf_dict() | {"pad_token_id": None}))
-    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
 
 
 def load_tensors(target: PreTrainedModel, model: ModelConfig, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:

@@ -6,10 +6,11 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from roll.config import ConfigError, ModelConfig, ModelSource, Problem
 from roll.data.tokenizer import build_char_tokenizer
+from roll.data.tokenizer_folder import load_tokenizer
 
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -20,7 +21,7 @@ def tokenizer_of(model: ModelSource, alphabet: str | None) -> PreTrainedTokenize
     Raises ConfigError, with paths that begin at the model's own, if there is none that fits the model.
     """
     if model.path is not None:
-        return tokenizer_in("path", model.path, model.architecture)
+        return tokenizer_in("path", model.path, model.architecture, trust_remote_code=model.trust_remote_code)
     tokenizer, config = build_char_tokenizer(alphabet), model.architecture
     problems = list(_vocabulary_problems("config.vocab_size", config, tokenizer))
     for name in SPECIAL_IDS:  # null leaves the choice to the tokenizer; `write_untrained_model` fills it in.
@@ -32,15 +33,15 @@ def tokenizer_of(model: ModelSource, alphabet: str | None) -> PreTrainedTokenize
     return tokenizer
 
 
-def tokenizer_in(setting: str, folder: Path, model: ModelConfig) -> PreTrainedTokenizerBase:
+def tokenizer_in(setting: str, folder: Path, model: ModelConfig, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder, which `setting` names.
 
     Raises ConfigError if there is none that fits the model.
     """
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:  # transformers raises either, without saying which setting it is about.
-        raise ConfigError([Problem(setting, f"{folder} has no usable tokenizer: {error}")]) from error
+        tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        raise ConfigError([Problem(setting, str(error))]) from error
     problems = list(_vocabulary_problems(setting, model, tokenizer))
     if tokenizer.eos_token_id is None:
         problems.append(Problem(setting, f"the tokenizer of {folder} has no eos_token, which ends a response"))

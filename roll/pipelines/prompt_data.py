@@ -62,7 +62,7 @@ def load_prompt_data(config: PPOConfig) -> PromptData:
     if model is not None:
         HfFolder(model, config.architecture).check("lm")
         setting = "model_path" if config.warm_start is None else "warm_start"
-        tokenizer = tokenizer_in(setting, model, config.architecture)
+        tokenizer = tokenizer_in(setting, model, config.architecture, trust_remote_code=config.trusts_remote_code)
     else:
         assert config.warm_start is not None, "there is one where there is no model"
         try:

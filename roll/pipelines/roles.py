@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.config import PPOConfig
+from roll.data.tokenizer import padding_id
 from roll.parallel import ParallelDegrees
 from roll.pipelines.prompt_data import PromptData
 from roll.platform import get_platform
@@ -85,7 +86,7 @@ def start_roles(config: PPOConfig, model: Path, data: PromptData, placement: Pla
             settings=config.strategy_settings("rollout", model),
             rollout=config.rollout,
             end_token_ids=data.end_token_ids,
-            pad_token_id=data.tokenizer.pad_token_id,
+            pad_token_id=padding_id(data.tokenizer),
         ),
         reward=start(
             "reward",
@@ -94,6 +95,7 @@ def start_roles(config: PPOConfig, model: Path, data: PromptData, placement: Pla
             function=config.reward.function,
             tokenizer=model,
             end_token_ids=data.end_token_ids,
+            trust_remote_code=config.trusts_remote_code,
         ),
     )
     models = (roles.actor, roles.critic, roles.reference, roles.rollout)

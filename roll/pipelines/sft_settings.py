@@ -8,12 +8,14 @@ from typing import Any
 from roll.config import SFTConfig
 
 NOT_OF_THE_MODEL = frozenset({"name", "output_dir", "eval_every", "save_every", "resume", "process_group_timeout_s"})
-"""Settings that the final model does not depend on."""
+"""Settings that the final model does not depend on. `model.trust_remote_code` is another: it only lets a run begin."""
 
 
 def shaping_settings(config: SFTConfig) -> dict[str, Any]:
     """All others, as JSON has them. Of files they hold the names, not what is in them."""
-    return config.model_dump(mode="json", exclude=dict.fromkeys(NOT_OF_THE_MODEL, True) | {"data": {"cache_dir"}})
+    excluded: dict[str, Any] = dict.fromkeys(NOT_OF_THE_MODEL, True)
+    excluded |= {"data": {"cache_dir"}, "model": {"trust_remote_code"}}
+    return config.model_dump(mode="json", exclude=excluded)
 
 
 def differences(theirs: Any, ours: Any, path: str = "") -> Iterator[str]:

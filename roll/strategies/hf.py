@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
+from roll.checkpoint.companions import refuse_to_delete, write_companions
 from roll.checkpoint.folders import begin_folder, finish_folder
-from roll.checkpoint.hf_writer import ShardWriter, copy_tokenizer, write_config, write_index
+from roll.checkpoint.hf_writer import ShardWriter, write_index
 from roll.checkpoint.tensor_sources import tensor_source
 from roll.config import ModelConfig, OptimizerSettings, StrategySettings, expand_path
 from roll.data.micro_batches import cut_micro_batches, join_results
@@ -233,15 +234,16 @@ class HfStrategy(TrainStrategy):
         self._end_of_schedule = EndOfSchedule(settings)
 
     def save_hf(self, folder: str | Path) -> None:
-        folder = expand_path(folder)
+        source, folder = self.settings.model_path, expand_path(folder)
+        refuse_to_delete(source, folder)
+        folder = folder.resolve()
         unfinished = begin_folder(folder)
         writer = ShardWriter(unfinished)
         for name, tensor in as_family_names(self.model_config, dict(self._weights())):
             writer.add(name, tensor)
         writer.flush()
         write_index(unfinished, [writer.file_of])
-        write_config(unfinished, self.model_config, self.network.dtype)
-        copy_tokenizer(self.settings.model_path, unfinished)
+        write_companions(unfinished, folder, self.model_config, self.network.dtype, source)
         finish_folder(unfinished, folder)
 
     @torch.no_grad()

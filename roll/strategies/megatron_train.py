@@ -179,7 +179,7 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
             self.model_config,
             self.state,
             dtype=self._dtype,
-            tokenizer_from=self.settings.model_path,
+            source=self.settings.model_path,
         )
 
 

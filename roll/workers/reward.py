@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer
 
 from roll.config import expand_path
 from roll.data.tasks import checked_rewards, exact_match, load_reward_function
+from roll.data.tokenizer_folder import load_tokenizer
 from roll.protocol import DataProto
 from roll.workers.dispatch import Dispatch, register
 from roll.workers.worker import Worker
@@ -20,11 +20,19 @@ from roll.workers.worker import Worker
 class RewardWorker(Worker):
     """Decodes responses and calls the reward function on them."""
 
-    def __init__(self, *, function: str, tokenizer: str | Path, end_token_ids: Sequence[int], **rank: Any) -> None:
+    def __init__(
+        self,
+        *,
+        function: str,
+        tokenizer: str | Path,
+        end_token_ids: Sequence[int],
+        trust_remote_code: bool = False,
+        **rank: Any,
+    ) -> None:
         super().__init__(**rank)
         self.end_token_ids = frozenset(end_token_ids)
         self.function = load_reward_function(function)
-        self.tokenizer = AutoTokenizer.from_pretrained(expand_path(tokenizer))
+        self.tokenizer = load_tokenizer(expand_path(tokenizer), trust_remote_code=trust_remote_code)
 
     @register(Dispatch.DP_MP_COMPUTE, fields=("input_ids", "response_mask", "entry"), returns_batch=True)
     def score(self, batch: DataProto) -> DataProto:

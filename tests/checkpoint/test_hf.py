@@ -57,9 +57,7 @@ def through_the_model(
             source = tensor_source(source_folder, model, init="load", head=head, seed=0)
             gpt = build_internlm2(model, parallel, state, dtype=dtype, head=head)
             load_weights(gpt, source, state)
-            save_hf(
-                target, gpt, model, state, dtype=dtype, tokenizer_from=source_folder, max_shard_bytes=max_shard_bytes
-            )
+            save_hf(target, gpt, model, state, dtype=dtype, source=source_folder, max_shard_bytes=max_shard_bytes)
             numbers = sum(parameter.numel() for parameter in gpt.parameters())
             is_zero = head == "value" and state.is_last_stage and not gpt.output_layer.weight.any()
             held.append((numbers, bool(is_zero)))
@@ -134,11 +132,11 @@ def saves_that_fail(folder: Path, absent: Path, target: Path) -> list[str]:
     with parallel_groups(ParallelSettings(tp=2)) as state:
         gpt = build_internlm2(TINY, ParallelSettings(tp=2), state, dtype=torch.float32, head="lm")
         load_weights(gpt, tensor_source(folder, TINY, init="random", head="lm", seed=0), state)
-        for tokenizer_from, where in ((absent, target), (folder, folder / "config.json" / "model")):
+        for source, where in ((absent, target), (folder, folder / "config.json" / "model")):
             with pytest.raises(OSError, match=re.escape(str(absent if where == target else where))) as error:
-                save_hf(where, gpt, TINY, state, dtype=torch.float32, tokenizer_from=tokenizer_from)
+                save_hf(where, gpt, TINY, state, dtype=torch.float32, source=source)
             told.append(str(error.value))
-        save_hf(target, gpt, TINY, state, dtype=torch.float32, tokenizer_from=folder)  # What failed is no obstacle.
+        save_hf(target, gpt, TINY, state, dtype=torch.float32, source=folder)  # What failed is no obstacle.
     return told
 
 

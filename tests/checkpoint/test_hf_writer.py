@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from roll.checkpoint.folders import begin_folder, finish_folder
-from roll.checkpoint.hf_writer import ShardWriter, copy_tokenizer, write_config, write_index
+from roll.checkpoint.hf_writer import ShardWriter, write_index
 from roll.checkpoint.tensor_sources import HfFolder
 from roll.config import ModelConfig
 from tests.checkpoint.folder_of_tensors import INDEX, assert_same_bytes, read_folder
@@ -107,27 +107,6 @@ def test_file_of_speaks_of_what_is_written(tmp_path: Path) -> None:
     writer.flush()  # nothing is pending: no file
     assert list(writer.file_of) == ["a", "b"]
     assert len(list(tmp_path.iterdir())) == 2
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_config_is_the_models(tmp_path: Path, dtype: torch.dtype) -> None:
-    write_config(tmp_path, MODEL, dtype)
-    assert ModelConfig.from_folder(tmp_path) == MODEL
-    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
-
-
-def test_tokenizer_files_go_along_and_nothing_else(tmp_path: Path) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
-    kept = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-            "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja"]  # fmt: skip
-    for name in [*kept, "config.json", "model.safetensors", "optimizer.pt"]:
-        source.mkdir(exist_ok=True)
-        (source / name).write_text(name)
-    (source / "tokens").mkdir()
-    target.mkdir()
-    copy_tokenizer(source, target)
-    assert sorted(path.name for path in target.iterdir()) == sorted(kept)
-    assert all((target / name).read_text() == name for name in kept)
 
 
 def test_a_folder_appears_when_it_is_finished(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def tensors() -> dict[str, Tensor]:
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no weights: neither model\.safetensors nor model\.safetensors\.index"):
+    with pytest.raises(ValueError, match=r"holds no weights: none of model\.safetensors, model\.safetensors\.index"):
         HfFolder(tmp_path, MODEL)
 
 

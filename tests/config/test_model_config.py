@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from roll.config import ConfigError, ModelConfig, ParallelSettings, check_parallel
 
@@ -135,7 +134,7 @@ def test_folders_without_a_model(tmp_path: Path) -> None:
     ],
 )
 def test_sizes_agree(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(ConfigError, match=message):
         ModelConfig(**SIZES | change)
 
 

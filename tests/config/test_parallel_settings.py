@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
-from roll.config import ModelConfig, ParallelSettings, check_parallel
+from roll.config import ConfigError, ModelConfig, ParallelSettings, check_parallel
 
 MODEL = ModelConfig(
     vocab_size=96,
@@ -82,7 +81,7 @@ def test_multiples_that_rows_and_their_segments_are_filled_up_to(
     ],
 )
 def test_degrees_of_another_mode_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(ConfigError, match=message):
         ParallelSettings(**settings)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from roll import config as roll_config
 from roll.config import (
@@ -36,8 +37,59 @@ def test_every_setting_says_what_it_means(section: type[Settings]) -> None:
 
 
 def test_settings_are_frozen() -> None:
-    with pytest.raises(ValidationError, match="frozen"):
-        ParallelSettings().tp = 2  # type: ignore[misc]
+    settings = ParallelSettings()
+    with pytest.raises(
+        ConfigError, match=r"^tp: is not changed by assignment; build another ParallelSettings with tp=2$"
+    ):
+        settings.tp = 2  # type: ignore[misc]
+    with pytest.raises(ConfigError, match=r"^pp: is not deleted"):
+        del settings.pp
+    assert settings == ParallelSettings()
+
+
+VALUES: list[Any] = [None, -1, "no such thing", 2.5, [1], {"unknown": 1}, object()]
+
+
+def refusals(section: type[Settings]) -> Iterator[ConfigError]:
+    """What is said of wrong values of every setting, given by hand in two ways. No error but ours gets through."""
+    wrong: list[dict[str, Any]] = [{name: value} for name in section.model_fields for value in VALUES]
+    for values in [*wrong, {"no_such_setting": 1}]:
+        for build in (lambda given: section(**given), section.model_validate):
+            try:
+                build(values)
+            except ConfigError as error:
+                yield error
+
+
+@pytest.mark.parametrize("section", [section for section in SECTIONS if section is not Settings])
+def test_what_is_built_by_hand_is_refused_in_the_words_of_a_config(section: type[Settings]) -> None:
+    """Any wrong value of any setting: our own error, a line for each problem, and nothing of pydantic's."""
+    said = list(refusals(section))
+    assert len(said) > 2 * len(section.model_fields), "most of these values fit no setting"
+    for error in said:
+        assert str(error) == "\n".join(map(str, error.problems)) != ""
+        for word in ("pydantic", "validation error", "Input should", "input_value", "type="):
+            assert word not in str(error)
+        assert error.__cause__ is None and error.__suppress_context__
+
+
+def test_the_lines_are_those_of_the_loader(tmp_path: Path) -> None:
+    given = {"mode": "isp", "cp": 2, "pp": 0, "wpp": 3, "cp_comm": "ring"}
+    path = tmp_path / "parallel.yaml"
+    path.write_text(json.dumps(given))
+    with pytest.raises(ConfigError) as loaded:
+        load_config(ParallelSettings, path)
+    with pytest.raises(ConfigError) as built:
+        ParallelSettings(**given)
+    with pytest.raises(ConfigError) as parsed:
+        ParallelSettings.model_validate_json(path.read_text())
+    assert str(built.value) == str(loaded.value) == str(parsed.value)
+    assert [problem.path for problem in built.value.problems] == ["pp", "wpp", "cp", "cp_comm"]
+    with pytest.raises(ConfigError, match=r"^Invalid JSON"):
+        ParallelSettings.model_validate_json("{")
+    # A section by hand within a whole by hand, and as a mapping: each problem under the path of its section.
+    with pytest.raises(ConfigError, match=r"^parallel\.tp: must be greater than 0, got 0\noptimizer\.lrr: unknown"):
+        StrategySettings(name="hf", model_path=tmp_path, parallel={"tp": 0}, optimizer={"lr": 1.0, "lrr": 1.0})  # type: ignore[arg-type]
 
 
 def test_settings_travel(base: Path) -> None:
@@ -52,7 +104,7 @@ def test_micro_batch_defaults() -> None:
     assert MicroBatchSettings().max_tokens == 16384
     assert MicroBatchSettings(rows=4).max_tokens is None
     assert MicroBatchSettings(max_tokens=9).rows is None
-    with pytest.raises(ValidationError, match="got max_tokens 9 and rows 4"):
+    with pytest.raises(ConfigError, match="got max_tokens 9 and rows 4"):
         MicroBatchSettings(rows=4, max_tokens=9)
 
 

@@ -29,6 +29,9 @@ steps: 3
 """
 
 REFUSALS = {
+    "model.trust_remote_code=true": [
+        "model.trust_remote_code: must be false where there is no path: there is no code to run"
+    ],
     "seq_len=65": ["seq_len: 65 is over the model's context of 64 tokens"],
     "seq_len=33 micro_bsz=1 parallel={mode: isp, sp: 2, wp: 2}": [
         "seq_len: micro_bsz 1 x seq_len 33 = 33 is not a multiple of the 2 parts of the sequence, "

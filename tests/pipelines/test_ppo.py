@@ -60,9 +60,17 @@ def test_the_final_model_is_a_hugging_face_folder(first_run: Path) -> None:
     assert model.eos_token_id == tokenizer.eos_token_id
     assert tokenizer.decode(tokenizer("gentile =")["input_ids"], skip_special_tokens=True) == "gentile ="
     start = first_run.parent / "sft_cpu" / "final"
+    assert_same_beside_weights(start, final)
     name = "model.layers.1.feed_forward.w2.weight"
     trained, untrained = (HfFolder(folder, model).part(name, None, 0, 1) for folder in (final, start))
     assert not torch.equal(trained, untrained)
+
+
+def assert_same_beside_weights(start: Path, final: Path) -> None:
+    """The tokenizer is copied, not written anew; config.json says the same."""
+    files = {path.name: path.read_bytes() for path in start.iterdir() if "safetensors" not in path.name}
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= files.keys()
+    assert files == {path.name: path.read_bytes() for path in final.iterdir() if "safetensors" not in path.name}
 
 
 def greedy_score(folder: Path, config: PPOConfig) -> float:

@@ -51,6 +51,31 @@ def test_a_good_folder_is_taken(tmp_path: Path, folder: Path) -> None:
     assert data.warm_start is None
 
 
+def test_a_folder_with_code_of_its_own_is_taken_where_the_run_says_so(tmp_path: Path, folder: Path) -> None:
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["auto_map"] = {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "tokenizer.json").rename(folder / "own.json")
+    with pytest.raises(
+        ConfigError, match=r"^model_path: the tokenizer of .*model is code of its own, tokenization_own\."
+    ):
+        load_folder(tmp_path)
+    given = [f"model_path={folder}", "warm_start=null", "trust_remote_code=true"]
+    config = load_config(PPOConfig, ROOT / "examples" / "ppo_cpu.yaml", [*SMALL, "name=run", *given])
+    assert config.trusts_remote_code
+    with pytest.raises(ConfigError, match=r"has no usable tokenizer: .*tokenization_own"):  # It was looked for.
+        load_prompt_data(config)
+    assert config.trust_remote_code and "trust_remote_code: true" in dump_config(config)
+    warm = ["trust_remote_code=true", "warm_start.model={path: somewhere, config: null, trust_remote_code: true}"]
+    with pytest.raises(ConfigError, match=r"^trust_remote_code: must be false with a warm_start") as refused:
+        load_config(PPOConfig, ROOT / "examples" / "ppo_cpu.yaml", [*SMALL, *warm])
+    assert "warm_start.model.trust_remote_code is its own" in str(refused.value)
+    with pytest.raises(
+        ConfigError, match=r"^warm_start\.model\.trust_remote_code: must be false where there is no path"
+    ):
+        load_config(PPOConfig, ROOT / "examples" / "ppo_cpu.yaml", [*SMALL, "warm_start.model.trust_remote_code=true"])
+
+
 def no_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
@@ -75,7 +100,7 @@ def tokenizer_without_an_end(folder: Path) -> None:
     [
         (no_weights, "model holds no weights"),
         (weights_of_another_model, r"does not fit its config\.json:\n  unknown: model\.layers\.1\."),
-        (no_tokenizer, "model_path: .*model has no usable tokenizer"),
+        (no_tokenizer, r"model_path: .*model has no tokenizer: none of tokenizer\.json"),
         (tokenizer_without_an_end, "model_path: the tokenizer of .*model has no eos_token, which ends a response"),
     ],
 )

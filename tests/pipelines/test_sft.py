@@ -226,13 +226,23 @@ def test_every_kind_of_source_is_read(tmp_path: Path) -> None:
 
 def test_a_run_can_be_fine_tuned_under_isp(ranks: RankPool, finished: tuple[Path, str], tmp_path: Path) -> None:
     run_dir, _ = finished
-    source = [f"model={{path: {run_dir / 'final'}, config: null}}", "alphabet=null"]
+    start = shutil.copytree(run_dir / "final", tmp_path / "start")
+    beside = {"generation_config.json": "{ }", "chat_template.jinja": "{{ x }}", "modeling_own.py": "import ray\n"}
+    for name, text in beside.items():
+        (start / name).write_text(text)
+    content = json.loads((start / "config.json").read_text()) | {"auto_map": {"AutoModel": "modeling_own.Own"}}
+    (start / "config.json").write_text(json.dumps(content))
+    source = [f"model={{path: {start}, config: null}}", "alphabet=null"]
     settings = [f"output_dir={tmp_path}", "name=tuned", "parallel={mode: isp, sp: 2, wp: 2}", "steps=2"]
     ranks.run(train, [*source, *settings], world_size=2)
     before, after = records(run_dir)[-1], records(tmp_path / "tuned")
     assert after[0]["eval/loss"] == pytest.approx(before["eval/loss"], rel=1e-5)
     assert after[-1]["eval/loss"] < after[0]["eval/loss"]
-    HfFolder(tmp_path / "tuned" / "final", ModelConfig.from_folder(tmp_path / "tuned" / "final")).check("lm")
+    final = tmp_path / "tuned" / "final"
+    HfFolder(final, ModelConfig.from_folder(final)).check("lm")
+    files = {path.name: path.read_bytes() for path in start.iterdir() if "safetensors" not in path.name}
+    assert files.keys() > {*beside, "tokenizer.json", "tokenizer_config.json"}
+    assert files == {path.name: path.read_bytes() for path in final.iterdir() if "safetensors" not in path.name}
 
 
 def test_what_cannot_be_run_is_refused_and_leaves_all_as_it_was(ranks: RankPool, tmp_path: Path) -> None:
