@@ -20,7 +20,7 @@ from roll.pipelines.roles import Roles
 from roll.pipelines.tracker import RunTracker
 from roll.protocol import DataProto
 from roll.workers import Cluster
-from tests.pipelines.small_run import ROOT, SMALL
+from tests.pipelines.small_run import EXAMPLES, SMALL
 
 
 class ScriptedRole:
@@ -63,7 +63,7 @@ def with_responses(prompts: DataProto) -> DataProto:
 
 def step_metrics(tmp_path: Path, actor_steps: list[dict[str, float]]) -> dict[str, float]:
     """The metrics of a first step whose four optimizer steps of the actor report `actor_steps`."""
-    config = load_config(PPOConfig, ROOT / "examples" / "ppo_cpu.yaml", SMALL)
+    config = load_config(PPOConfig, EXAMPLES / "ppo_cpu.yaml", SMALL)
     data = load_prompt_data(config)
     answered = with_responses(data.train)
     reported = iter(actor_steps)

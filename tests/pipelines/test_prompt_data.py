@@ -11,7 +11,7 @@ from roll.config import ConfigError, ModelConfig, PPOConfig, dump_config, load_c
 from roll.data.tokenizer import build_char_tokenizer
 from roll.pipelines.prompt_data import PromptData, load_prompt_data
 from tests.checkpoint.folder_of_tensors import TOKENIZER_FILES, random_tensors, write_folder
-from tests.pipelines.small_run import ROOT, SMALL
+from tests.pipelines.small_run import EXAMPLES, SMALL
 
 MODEL = ModelConfig(
     vocab_size=96,
@@ -26,7 +26,7 @@ MODEL = ModelConfig(
 
 def load(tmp_path: Path, *overrides: str) -> PromptData:
     settings = [*SMALL, "name=run", f"output_dir={tmp_path / 'runs'}", *overrides]
-    return load_prompt_data(load_config(PPOConfig, ROOT / "examples" / "ppo_cpu.yaml", settings))
+    return load_prompt_data(load_config(PPOConfig, EXAMPLES / "ppo_cpu.yaml", settings))
 
 
 def load_folder(tmp_path: Path) -> PromptData:
@@ -128,9 +128,7 @@ def test_a_warm_start_that_cannot_run_is_refused(tmp_path: Path) -> None:
 
 def finished_warm_start(tmp_path: Path, *overrides: str) -> Path:
     """What a warm start with these settings leaves, with random weights."""
-    config = load_config(
-        PPOConfig, ROOT / "examples" / "ppo_cpu.yaml", [*SMALL, f"output_dir={tmp_path / 'runs'}", *overrides]
-    )
+    config = load_config(PPOConfig, EXAMPLES / "ppo_cpu.yaml", [*SMALL, f"output_dir={tmp_path / 'runs'}", *overrides])
     assert config.warm_start is not None
     architecture = config.architecture
     final = write_folder(config.warm_start.run_dir / "final", architecture, random_tensors(architecture, "lm"))
