@@ -33,13 +33,18 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-GROUP_TIMEOUT = timedelta(seconds=60)
+# Far longer than a job takes on a busy machine: they show that something hangs. Collectives give up first, since their
+# error says more.
+GROUP_TIMEOUT = timedelta(seconds=300)
+JOB_TIMEOUT_S = 400.0
 # What gloo says on the peers of a rank that failed. While only such echoes have arrived, the cause is still awaited.
 ECHO = re.compile(r"gloo/transport.*(closed|reset) by peer", re.IGNORECASE)
 CAUSE_WAIT_S = 5.0
 # The first of several failures within this time is reported.
 ORDER_WAIT_S = 0.2
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 600.0
+# How long a process may take to write its stacks. One that computes answers at once.
+STACKS_WAIT_S = 20.0
 # Sent when every rank has answered: a rank that left the group earlier would break the connections of slower ones.
 RELEASE = "release"
 
@@ -62,16 +67,7 @@ class _Rank:
         self.stacks = folder / f"stacks-{number}.txt"
         self.connection, child = context.Pipe()
         self.process: BaseProcess = context.Process(target=_serve, args=(child, str(self.stacks)), daemon=True)
-        # The child reads OMP_NUM_THREADS when it imports torch, which is before _serve could set it.
-        before = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"
-        try:
-            self.process.start()
-        finally:
-            if before is None:
-                del os.environ["OMP_NUM_THREADS"]
-            else:
-                os.environ["OMP_NUM_THREADS"] = before
+        self.process.start()
         child.close()
 
     def await_start(self) -> None:
@@ -91,7 +87,7 @@ class _Rank:
         """The Python stacks of all threads of a process that is still running."""
         assert self.process.pid is not None
         os.kill(self.process.pid, signal.SIGUSR1)
-        deadline = time.monotonic() + 2.0
+        deadline = time.monotonic() + STACKS_WAIT_S
         text = ""
         while time.monotonic() < deadline:
             seen, text = text, self.stacks.read_text() if self.stacks.exists() else ""
@@ -112,7 +108,7 @@ class RankPool:
         self._ranks: list[_Rank | None] = [None] * size
 
     def run(
-        self, fn: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = 120.0, **kwargs: Any
+        self, fn: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = JOB_TIMEOUT_S, **kwargs: Any
     ) -> list[Any]:
         """Call `fn(*args, **kwargs)` on every rank of a new default process group; the results in rank order.
 

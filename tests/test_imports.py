@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def loaded_by(statement: str, candidates: list[str]) -> list[str]:
     """Those of `candidates` that are in sys.modules after `statement` has run in a new interpreter."""
     program = f"import sys\n{statement}\nprint(*[name for name in {candidates!r} if name in sys.modules])"
-    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     return run.stdout.split()
 

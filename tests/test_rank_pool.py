@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import time
+import threading
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.processes import processes_of, wait_for_end, wait_until
 from tests.rank_pool import RankError, RankPool
 
 
@@ -33,9 +33,9 @@ def exit_on_one(rank: int) -> None:
     dist.all_reduce(torch.zeros(1))
 
 
-def sleep_on_one(rank: int) -> None:
+def wait_on_one(rank: int) -> None:
     if dist.get_rank() == rank:
-        time.sleep(60)
+        threading.Event().wait()
 
 
 def pool_of_a_process_that_dies(pids: str) -> None:
@@ -47,7 +47,7 @@ def pool_of_a_process_that_dies(pids: str) -> None:
 
 def write_pid_and_wait(folder: str) -> None:
     (Path(folder) / str(os.getpid())).touch()
-    time.sleep(60)
+    threading.Event().wait()
 
 
 def threads_and_group() -> tuple[str, int, int]:
@@ -88,9 +88,9 @@ def test_a_job_may_destroy_its_group(ranks: RankPool) -> None:
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_failing_rank_is_reported_at_once_while_its_peer_waits(ranks: RankPool, failing: int) -> None:
     before = ranks.run(destroy_the_group_itself, world_size=2)
-    # The collective would wait 60 s; the job's own limit shows that nothing waited for it.
+    # The collective would wait 300 s; the job's own limit shows that nothing waited for it.
     with pytest.raises(RankError, match="KeyError: 'the cause'") as caught:
-        ranks.run(fail_on_one, failing, world_size=2, timeout=20)
+        ranks.run(fail_on_one, failing, world_size=2, timeout=200)
     assert caught.value.rank == failing
     assert "fail_on_one" in caught.value.traceback
     assert set(ranks.run(destroy_the_group_itself, world_size=2)).isdisjoint(before)
@@ -105,25 +105,22 @@ def test_a_rank_that_dies_is_reported_with_its_exit_code(ranks: RankPool) -> Non
 
 def test_a_stuck_rank_is_reported_with_its_stack(ranks: RankPool) -> None:
     ranks.run(sum_of_ranks, 1.0, world_size=2)  # a new process imports this module first, which takes its time
-    with pytest.raises(RankError, match="no result after 2 s") as caught:
-        ranks.run(sleep_on_one, 1, world_size=2, timeout=2)
+    with pytest.raises(RankError, match="no result after 5 s") as caught:
+        ranks.run(wait_on_one, 1, world_size=2, timeout=5)
     assert caught.value.rank == 1
-    assert "sleep_on_one" in caught.value.traceback
+    assert "wait_on_one" in caught.value.traceback
     assert len(ranks.run(sum_of_ranks, 1.0, world_size=2)) == 2
 
 
 def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     owner = multiprocessing.get_context("spawn").Process(target=pool_of_a_process_that_dies, args=(str(tmp_path),))
     owner.start()
-    while len(pids := [int(path.name) for path in tmp_path.iterdir()]) < 2:
-        assert owner.is_alive()
-        time.sleep(0.05)
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 2 or not owner.is_alive())
+    members = processes_of(int(path.name) for path in tmp_path.iterdir())
+    assert len(members) == 2
     owner.kill()
     owner.join()
-    deadline = time.monotonic() + 20  # less than the ranks would wait
-    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
-        assert time.monotonic() < deadline, f"ranks {pids} are still alive"
-        time.sleep(0.05)
+    wait_for_end(members)
 
 
 def test_more_ranks_than_processes_are_refused(ranks: RankPool) -> None:

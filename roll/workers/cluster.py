@@ -18,6 +18,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any, NoReturn
@@ -183,7 +184,8 @@ class Cluster:
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a registered method on every rank and wait for its value (see `submit` and `PendingCall.result`)."""
-        return self.submit(method, *args, **kwargs).result()
+        with self._stopped_by_ctrl_c():
+            return self.submit(method, *args, **kwargs).result()
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> PendingCall:
         """Send a registered method to every rank; a handle whose `result()` waits for it.
@@ -207,7 +209,7 @@ class Cluster:
         """
         self.raise_if_stopped()
         self.ready()
-        return self._track(PendingCall(self, method, args, kwargs, leave=True))
+        return self._send_call(method, args, kwargs, leave=True)
 
     def shutdown(self) -> None:
         """Kill the actors and wait until Ray confirms that they are gone. Calling it again does nothing."""
@@ -238,11 +240,24 @@ class Cluster:
         self.shutdown()
 
     def _send(self, method: str, *args: Any, **kwargs: Any) -> PendingCall:
-        return self._track(PendingCall(self, method, args, kwargs))
+        return self._send_call(method, args, kwargs)
 
-    def _track(self, call: PendingCall) -> PendingCall:
-        self._in_flight.append(call)
-        return call
+    def _send_call(
+        self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, leave: bool = False
+    ) -> PendingCall:
+        with self._stopped_by_ctrl_c():
+            call = PendingCall(self, method, args, kwargs, leave=leave)
+            self._in_flight.append(call)
+            return call
+
+    @contextmanager
+    def _stopped_by_ctrl_c(self) -> Iterator[None]:
+        """Kill the actors if Ctrl-C comes inside: ranks that were called would wait for those that were not."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.kill()
+            raise
 
     # What a waiting call needs of its own cluster and of the others.
 

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
 from roll.config import ConfigError, PPOConfig, load_config
+from tests.config.small_model import MODEL
 
 BASE = """
 name: base
 warm_start:
   name: made
-  model:
-    config:
-      vocab_size: 64
-      hidden_size: 128
-      intermediate_size: 384
-      num_hidden_layers: 6
-      num_attention_heads: 8
-      num_key_value_heads: 4
-      max_position_embeddings: 64
+  model: MODEL
   data: {kind: text, files: [a.txt]}
   seq_len: 64
   steps: 5
@@ -36,7 +30,7 @@ ppo:
 actor: {world_size: 2, parallel: {tp: 2}, optimizer: {lr: 1e-4}}
 critic: {optimizer: {lr: 1e-4}}
 rollout: {max_new_tokens: 8}
-"""
+""".replace("MODEL", indent(MODEL, "  "))
 
 
 @pytest.fixture

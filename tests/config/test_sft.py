@@ -7,18 +7,11 @@ from pathlib import Path
 import pytest
 
 from roll.config import ConfigError, SFTConfig, dump_config, load_config
+from tests.config.small_model import MODEL
 
 BASE = """
 name: base
-model:
-  config:
-    vocab_size: 64
-    hidden_size: 128
-    intermediate_size: 384
-    num_hidden_layers: 6
-    num_attention_heads: 8
-    num_key_value_heads: 4
-    max_position_embeddings: 64
+model: MODEL
 data: {kind: text, files: [a.txt], held_out_share: 0.1}
 micro_bsz: 2
 seq_len: 32
@@ -26,7 +19,7 @@ micro_num: 4
 world_size: 2
 optimizer: {lr: 1e-3}
 steps: 3
-"""
+""".replace("MODEL", MODEL)
 
 REFUSALS = {
     "model.trust_remote_code=true": [

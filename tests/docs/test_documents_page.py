@@ -33,7 +33,7 @@ def test_every_block_of_code_is_run() -> None:
 
 @pytest.mark.parametrize(("world_size", "code", "expected"), BLOCKS, ids=range(len(BLOCKS)))
 def test_a_block_prints_what_stands_below_it(ranks: RankPool, world_size: int, code: str, expected: str) -> None:
-    assert "".join(ranks.run(printed_by, code, world_size=world_size, timeout=240)) == expected
+    assert "".join(ranks.run(printed_by, code, world_size=world_size)) == expected
 
 
 def test_the_tests_that_the_page_names_exist() -> None:

@@ -111,7 +111,7 @@ def largest_errors(cp: int) -> dict[str, float]:
 
 @pytest.mark.parametrize("cp", [2, 4])
 def test_context_and_gradients_are_those_of_the_definition(ranks: RankPool, cp: int) -> None:
-    for found in ranks.run(largest_errors, cp, world_size=cp, timeout=240):
+    for found in ranks.run(largest_errors, cp, world_size=cp):
         for name, error in found.items():
             assert error <= 1e-12, f"{name}: {error:.2e}"
 

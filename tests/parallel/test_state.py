@@ -197,7 +197,7 @@ def test_a_misfit_is_refused_on_every_rank(
     ranks: RankPool, world_size: int, layout: dict[str, Any], message: str
 ) -> None:
     # No groups were made, and the caller's own default group is still there.
-    refusals = ranks.run(refusal, ParallelSettings(**layout), world_size=world_size, timeout=60)
+    refusals = ranks.run(refusal, ParallelSettings(**layout), world_size=world_size)
     assert refusals == [(message, False, True)] * world_size
 
 

@@ -5,25 +5,28 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-import psutil
-
 from roll.data.tasks import Entry, score_responses
+from tests.isolation import ROOT
+from tests.processes import PATIENCE_S, end
 
-ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+ARCHITECTURE = [
+    "hidden_size=32",
+    "intermediate_size=64",
+    "num_hidden_layers=2",
+    "num_attention_heads=4",
+    "num_key_value_heads=2",
+]
+"""Of a model that trains in no time: overrides of `model.config`."""
 SMALL = [
-    "warm_start.model.config.hidden_size=32",
-    "warm_start.model.config.intermediate_size=64",
-    "warm_start.model.config.num_hidden_layers=2",
-    "warm_start.model.config.num_attention_heads=4",
-    "warm_start.model.config.num_key_value_heads=2",
+    *[f"warm_start.model.config.{setting}" for setting in ARCHITECTURE],
     "task.train_size=64",
     "task.eval_size=16",
     "warm_start.data.task.train_size=64",
@@ -59,13 +62,16 @@ def fails_in_step_three(responses: list[str], entries: list[Entry]) -> list[floa
 
 
 @contextmanager
-def driver(output_dir: Path, *overrides: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """A run in a session of its own. However the block is left, the run and the Ray that it started have ended."""
-    paths = [environment.pop("PYTHONPATH", ""), str(ROOT), os.environ.get("PYTHONPATH", "")]
+def example(
+    script: str, *arguments: str, launcher: Sequence[str] = (sys.executable,), **environment: str
+) -> Iterator[subprocess.Popen[str]]:
+    """A script of examples/ as a user starts it, in a session of its own. However the block is left, it has ended with
+    all that it started.
+    """
+    packages = filter(None, [environment.pop("PYTHONPATH", ""), os.environ["PYTHONPATH"]])
     process = subprocess.Popen(
-        [sys.executable, "examples/run_ppo.py", f"output_dir={output_dir}", *SMALL, *overrides],
-        cwd=ROOT,
-        env=os.environ | environment | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)},
+        [*launcher, str(EXAMPLES / script), *arguments],
+        env=os.environ | environment | {"PYTHONPATH": os.pathsep.join(packages)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -77,20 +83,18 @@ def driver(output_dir: Path, *overrides: str, **environment: str) -> Iterator[su
         end(process)
 
 
-def end(process: subprocess.Popen[str], patience_s: float = 30.0) -> None:
-    """Interrupt a process that still runs, and kill it and all that it started if that does not end it."""
-    if process.poll() is not None:
-        return
-    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    process.send_signal(signal.SIGINT)
-    _, alive = psutil.wait_procs(family, timeout=patience_s)
-    for member in alive:
-        member.kill()
-    psutil.wait_procs(alive, timeout=patience_s)
+def driver(output_dir: Path, *overrides: str, **environment: str) -> AbstractContextManager[subprocess.Popen[str]]:
+    """A small PPO run."""
+    return example("run_ppo.py", f"output_dir={output_dir}", *SMALL, *overrides, **environment)
+
+
+def outcome_of(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    """What a process has printed when it has ended."""
+    output, errors = process.communicate(timeout=PATIENCE_S)
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
 def run(output_dir: Path, *overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A run from its start to its end."""
+    """A small PPO run from its start to its end."""
     with driver(output_dir, *overrides, **environment) as process:
-        output, errors = process.communicate(timeout=280)
-    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+        return outcome_of(process)

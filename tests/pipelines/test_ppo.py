@@ -11,11 +11,9 @@ import runpy
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -26,7 +24,8 @@ from roll.data.tasks import score_responses
 from roll.pipelines.prompt_data import load_prompt_data
 from roll.strategies import HfStrategy
 from tests.pipelines.conftest import Head
-from tests.pipelines.small_run import ROOT, SMALL, driver, end, run
+from tests.pipelines.small_run import EXAMPLES, SMALL, driver, outcome_of, run
+from tests.processes import command_line, descendants, end, wait_for_end, wait_until
 
 
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -101,8 +100,7 @@ def test_two_runs_with_one_seed_write_the_same_metrics_and_a_bad_reward_function
     head: Head, first_run: Path
 ) -> None:
     function = "reward.function=tests.pipelines.small_run:fails_in_step_three"
-    environment = {"RAY_ADDRESS": head.address} | head.environment
-    outcome = run(first_run.parent, "name=second", "ppo.steps=3", function, **environment)
+    outcome = run(first_run.parent, "name=second", "ppo.steps=3", function, RAY_ADDRESS=head.address)
     assert "warm start" not in outcome.stdout, "the first run's is there"
     assert (first_run.parent / "second" / "metrics.jsonl").read_bytes() == (first_run / "metrics.jsonl").read_bytes()
     assert outcome.returncode == 1, outcome.stdout + outcome.stderr
@@ -127,25 +125,22 @@ def test_ctrl_c_ends_a_run_and_its_ray_cleanly(first_run: Path, tmp_path: Path) 
     metrics = first_run.parent / "stopped" / "metrics.jsonl"
     settings = ["name=stopped", "ppo.steps=500", "reward.function=my_rewards:score"]
     with driver(first_run.parent, *settings, PYTHONPATH=str(tmp_path)) as process:
-        deadline = time.monotonic() + 200
-        while not (metrics.is_file() and metrics.read_bytes().count(b"\n") >= 2):
-            assert process.poll() is None, process.communicate()[1]
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-        family = psutil.Process(process.pid).children(recursive=True)
-        assert any("raylet" in member.name() for member in family)
+        wait_until(lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") >= 2, process)
+        family = descendants(process.pid)
+        assert any("raylet" in " ".join(command_line(member)[:1]) for member in family)
         process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, output + errors
-    assert "stopped" in output
+        outcome = outcome_of(process)
+    assert outcome.returncode == 130, outcome.stdout + outcome.stderr
+    assert "stopped" in outcome.stdout
     assert metrics.read_bytes().endswith(b"\n")
     assert len(metrics_of(first_run.parent / "stopped")) >= 2
-    assert not psutil.wait_procs(family, timeout=10)[1]
+    wait_for_end(family)
 
 
 def test_a_run_that_does_not_end_is_ended_with_all_that_it_started() -> None:
     deaf = (
-        "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+        "import signal, threading; signal.signal(signal.SIGINT, signal.SIG_IGN); print('deaf', flush=True); "
+        "threading.Event().wait()"
     )
     starts_another = (
         f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {deaf!r}], start_new_session=True)"
@@ -155,16 +150,17 @@ def test_a_run_that_does_not_end_is_ended_with_all_that_it_started() -> None:
     )
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)] == ["deaf\n"] * 2
-    family = psutil.Process(process.pid).children(recursive=True)
+    family = descendants(process.pid)
     end(process, patience_s=0.1)
     assert process.poll() is not None
-    assert len(family) == 1 and not psutil.wait_procs(family, timeout=10)[1]
+    assert len(family) == 1
+    wait_for_end(family)
 
 
 def main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     """The exit status of examples/run_ppo.py, run in this process."""
     monkeypatch.setattr(sys, "argv", ["run_ppo.py", *arguments])
-    status: int = runpy.run_path(str(ROOT / "examples" / "run_ppo.py"))["main"]()
+    status: int = runpy.run_path(str(EXAMPLES / "run_ppo.py"))["main"]()
     return status
 
 
@@ -173,7 +169,7 @@ def test_wrong_settings_are_listed_before_anything_starts(
 ) -> None:
     wrong = ["actor.parallel.tpp=2", "actor.world_size=3", "ppo.mini_batch_size=7", "critic.strategy=deepspeed"]
     # Overrides may stand on both sides of an option.
-    config = ["--config", str(ROOT / "examples" / "ppo_cpu.yaml")]
+    config = ["--config", str(EXAMPLES / "ppo_cpu.yaml")]
     assert main(monkeypatch, f"output_dir={tmp_path}", *SMALL, *wrong[:2], *config, *wrong[2:]) == 2
     errors = capsys.readouterr().err
     for message in (

@@ -20,7 +20,7 @@ from roll.pipelines.roles import Roles, ranks_of_roles
 from roll.pipelines.tracker import RunTracker
 from roll.protocol import DataProto
 from roll.workers import Cluster
-from tests.pipelines.small_run import ROOT, SMALL
+from tests.pipelines.small_run import EXAMPLES, SMALL
 
 
 class ScriptedRole:
@@ -63,7 +63,7 @@ def with_responses(prompts: DataProto) -> DataProto:
 
 def step_metrics(tmp_path: Path, actor_steps: list[dict[str, float]], *overrides: str) -> dict[str, float]:
     """The metrics of a first step whose four optimizer steps of the actor report `actor_steps`."""
-    config = load_config(PPOConfig, ROOT / "examples" / "ppo_cpu.yaml", [*SMALL, *overrides])
+    config = load_config(PPOConfig, EXAMPLES / "ppo_cpu.yaml", [*SMALL, *overrides])
     data = load_prompt_data(config)
     answered = with_responses(data.train)
     reported = iter(actor_steps)
@@ -126,7 +126,7 @@ def test_a_run_that_is_longer_than_its_schedule_says_so_at_the_start() -> None:
         schedule = f"{{warmup_steps: 0, schedule: linear, total_steps: {total_steps}, min_lr: {min_lr}}}"
         run = ["ppo.steps=10", "ppo.epochs=2", "ppo.critic_warmup_steps=1"]
         optimizers = [f"{role}.optimizer={schedule}" for role in ("actor", "critic")]
-        config = load_config(PPOConfig, ROOT / "examples" / "ppo_cpu.yaml", [*SMALL, *run, *optimizers])
+        config = load_config(PPOConfig, EXAMPLES / "ppo_cpu.yaml", [*SMALL, *run, *optimizers])
         return list(rate_zero_notes(config))
 
     assert notes(40) == notes(8, min_lr=1e-5) == []

@@ -3,38 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.isolation import ROOT
 from tests.pipelines.conftest import RAY, Head
-from tests.pipelines.small_run import ROOT, SMALL
+from tests.pipelines.small_run import SMALL
+from tests.processes import PATIENCE_S, wait_until
 
 
 @pytest.mark.slow
 def test_the_same_file_runs_as_a_ray_job_and_the_actor_may_be_a_pipeline(head: Head, first_run: Path) -> None:
     output_dir = first_run.parent
     script = ["python", "examples/run_ppo.py", "--config", "examples/ppo_cpu_pp2.yaml", f"output_dir={output_dir}"]
-    submit = [RAY, "job", "submit", "--address", head.job_server, "--working-dir", ".", "--", *script, "name=job"]
-    deadline = time.monotonic() + 240
-    while True:  # The job server comes up some seconds after the head.
-        outcome = subprocess.run(
-            [*submit, *SMALL],
-            cwd=ROOT,
-            env=os.environ | head.environment,
-            capture_output=True,
-            text=True,
-            timeout=280,
-            check=False,
-        )
-        if outcome.returncode == 0 or time.monotonic() > deadline or "succeeded" in outcome.stdout:
-            break
-        if "step 0/2" in outcome.stdout:
-            break  # It ran, and failed.
-        time.sleep(2)
+    submit = [RAY, "job", "submit", "--address", head.job_server]
+    # The job server takes jobs some seconds after the head has started.
+    wait_until(lambda: subprocess.run([*submit, "--", "true"], capture_output=True, check=False).returncode == 0)
+    submit += ["--working-dir", str(ROOT), "--", *script, "name=job", *SMALL]
+    outcome = subprocess.run(submit, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     assert "step 2/2" in outcome.stdout
     assert (output_dir / "job" / "final" / "model.safetensors.index.json").is_file(), "one file for each stage"

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from rich.console import Console
 from transformers import AutoTokenizer
@@ -26,19 +22,16 @@ from roll.data.sources.tokenized_folder import write_tokenized
 from roll.data.tokenizer import build_char_tokenizer
 from roll.pipelines.sft import run_sft
 from roll.pipelines.sft_data import load_sft_data
+from tests.isolation import ROOT
 from tests.log_messages import messages
-from tests.pipelines.small_run import end
+from tests.pipelines.small_run import ARCHITECTURE, EXAMPLES, example, outcome_of
+from tests.processes import descendants, wait_for_end, wait_until
 from tests.rank_pool import RankError, RankPool
 
-ROOT = Path(__file__).resolve().parents[2]
-EXAMPLE = ROOT / "examples" / "sft_text_cpu.yaml"
+EXAMPLE = EXAMPLES / "sft_text_cpu.yaml"
 SMALL = [
     f"data.files=[{ROOT / 'README.md'}]",
-    "model.config.hidden_size=32",
-    "model.config.intermediate_size=64",
-    "model.config.num_hidden_layers=2",
-    "model.config.num_attention_heads=4",
-    "model.config.num_key_value_heads=2",
+    *[f"model.config.{setting}" for setting in ARCHITECTURE],
     "seq_len=32",
     "steps=4",
     "eval_every=2",
@@ -58,22 +51,9 @@ def train(overrides: list[str]) -> str:
     return written.getvalue()
 
 
-@contextmanager
-def command(program: list[str], *overrides: str) -> Iterator[subprocess.Popen[str]]:
-    """A run as a user starts it; however the block is left, it has ended."""
-    process = subprocess.Popen(
-        [*program, "--config", str(EXAMPLE), *SMALL, *overrides],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        end(process)
+def command(*overrides: str, **launched: Any) -> AbstractContextManager[subprocess.Popen[str]]:
+    """A small supervised run as a user starts it."""
+    return example("run_sft.py", "--config", str(EXAMPLE), *SMALL, *overrides, **launched)
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +61,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run of two data-parallel ranks under torchrun, and what it printed."""
     output_dir = tmp_path_factory.mktemp("runs")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    with command([*torchrun, "examples/run_sft.py"], f"output_dir={output_dir}", "name=one", "save_every=2") as process:
-        output, errors = process.communicate(timeout=280)
-    assert process.returncode == 0, output + errors
-    return output_dir / "one", output
+    with command(f"output_dir={output_dir}", "name=one", "save_every=2", launcher=torchrun) as process:
+        outcome = outcome_of(process)
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    return output_dir / "one", outcome.stdout
 
 
 def test_a_run_leaves_what_it_promises(finished: tuple[Path, str]) -> None:
@@ -182,18 +162,14 @@ def test_every_split_of_the_model_is_the_run_of_one_process(ranks: RankPool, tmp
 def test_ctrl_c_ends_a_run_with_whole_files(tmp_path: Path) -> None:
     metrics = tmp_path / "stopped" / "metrics.jsonl"
     settings = [f"output_dir={tmp_path}", "name=stopped", "steps=5000", "save_every=1"]
-    with command([sys.executable, "examples/run_sft.py"], *settings) as process:
-        deadline = time.monotonic() + 200
-        while not (metrics.is_file() and metrics.read_bytes().count(b"\n") >= 3):
-            assert process.poll() is None, process.communicate()[1]
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        family = psutil.Process(process.pid).children(recursive=True)
+    with command(*settings) as process:
+        wait_until(lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") >= 3, process)
+        family = descendants(process.pid)
         process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, output + errors
-    assert "stopped" in output
-    assert not psutil.wait_procs(family, timeout=10)[1]
+        outcome = outcome_of(process)
+    assert outcome.returncode == 130, outcome.stdout + outcome.stderr
+    assert "stopped" in outcome.stdout
+    wait_for_end(family)
     steps = [record["step"] for record in records(tmp_path / "stopped")]
     assert steps == list(range(len(steps)))
     saved = json.loads((tmp_path / "stopped" / "checkpoints" / "newest.json").read_text())["step"]

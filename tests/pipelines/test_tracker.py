@@ -24,6 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from roll.pipelines.plot import LOSS_PICTURE, loss_figure, reward_figure
 from roll.pipelines.records import replace_file
 from roll.pipelines.tracker import EVALUATION, RunTracker, Sample
+from tests.processes import PATIENCE_S
 
 CONFIG = "name: test\nseed: 1\n"
 
@@ -218,14 +219,13 @@ def test_an_interrupted_run_leaves_whole_files(tmp_path: Path, ending: signal.Si
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert process.stdout is not None
     for line in process.stdout:  # printed lines, flushed at once: stdout is no terminal
         if line.startswith("step 4/"):
             break
     process.send_signal(ending)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert "KeyboardInterrupt" in errors if ending == signal.SIGINT else process.returncode == -signal.SIGKILL
     steps = [record["step"] for record in lines(tmp_path / "metrics.jsonl")]
     assert steps == list(range(1, len(steps) + 1))

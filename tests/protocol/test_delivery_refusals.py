@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from tensordict import TensorDict
 from torch.distributed import HashStore
 
 from roll.protocol import BatchDelivery, DataProto, LossNormalizers, MicroBatchPlan, MissingRanks, RollCall
+from tests.protocol.virtual_time import Clock, VirtualStore
 
 CPU = torch.device("cpu")
 
@@ -24,10 +24,15 @@ def batch_of(rows: int = 2, **meta: Any) -> DataProto:
 
 
 def deliver_on_four(
-    brings: Callable[[int], Any], *, timeout_s: float = 20.0, late: dict[int, float] | None = None, **options: Any
+    brings: Callable[[int], Any], *, timeout_s: float = 20.0, late: dict[int, float] | None = None
 ) -> list[Any]:
-    """What each of four ranks gets, or raises: ranks 0 1 and 2 3 share a batch, 0 and 2 lead; all have rows."""
-    store = HashStore()
+    """What each of four ranks gets, or raises: ranks 0 1 and 2 3 share a batch, 0 and 2 lead; all have rows.
+
+    Args:
+        late: for how long a rank lets the others wait.
+    """
+    clock = Clock()
+    store: Any = VirtualStore(clock)
 
     def rank_of(rank: int) -> Any:
         leader = rank - rank % 2
@@ -35,19 +40,18 @@ def deliver_on_four(
         leaders = RollCall(store.clone(), [0, 2], rank, "leaders", 2 * timeout_s) if rank == leader else None
         way = BatchDelivery(share, [], leaders=leaders, device=CPU, rows_on="every_rank")
         batch = brings(rank)
-        time.sleep((late or {}).get(rank, 0.0))
+        clock.sleep((late or {}).get(rank, 0.0))
         try:
-            return way.deliver(batch, **options)
+            return way.deliver(batch)
         except (ValueError, MissingRanks) as error:
             return error
 
-    with ThreadPoolExecutor(4) as threads:
-        return list(threads.map(rank_of, range(4)))
+    return list(clock.run({rank: partial(rank_of, rank) for rank in range(4)}).values())
 
 
 def test_a_leader_who_comes_when_its_share_has_given_up_is_refused_to_all() -> None:
-    # Rank 3 gives up after 0.4 s; rank 2 comes before the other leader gives up after 0.8 s.
-    for heard in deliver_on_four(lambda rank: batch_of(), timeout_s=0.4, late={2: 0.6}):
+    # Rank 3 gives up after 40 s; rank 2 comes before the other leader gives up after 80 s.
+    for heard in deliver_on_four(lambda rank: batch_of(), timeout_s=40, late={2: 60}):
         assert isinstance(heard, MissingRanks) and heard.ranks == (2,), heard
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -12,6 +11,7 @@ import pytest
 from torch.distributed import DistStoreError, HashStore, Store, TCPStore
 
 from roll.protocol import MissingRanks, RollCall
+from tests.protocol.virtual_time import Clock, VirtualStore
 
 RANKS = (4, 6, 7)
 
@@ -31,6 +31,11 @@ def refuse(missing: MissingRanks) -> bytes:
 def meet(call: RollCall, word: str) -> str:
     """One call: the first rank joins all words."""
     call.arrive(word.encode())
+    return hear(call)
+
+
+def hear(call: RollCall) -> str:
+    """What becomes of the call that this rank has come to."""
     if not call.decides:
         return call.verdict(refuse).decode()
     try:
@@ -74,31 +79,36 @@ def test_who_does_not_come_is_named_to_all_also_to_itself_when_it_comes(kind: st
     store = server(kind)
     calls = {rank: call_of(store, rank, timeout_s=0.5) for rank in RANKS}
     present = [rank for rank in RANKS if rank != absent]
-    begun = time.monotonic()
-    heard = together({rank: lambda rank=rank: meet(calls[rank], "here") for rank in present})
-    assert time.monotonic() - begun < 3
+    # One after the other, in one thread: a slow one would be missing as well.
+    for rank in present:
+        calls[rank].arrive(b"here")
+    heard = {rank: hear(calls[rank]) for rank in present}
     expected = f"refused: the three (ranks 4, 6, 7): rank {absent} did not come to call 1 within 0.5 s"
     assert heard == dict.fromkeys(present, expected)
-    assert meet(calls[absent], "late") == expected
-    again = together({rank: lambda rank=rank: meet(calls[rank], "again") for rank in RANKS})
-    assert set(again.values()) == {"again again again"}  # all of them know of the failure, and may go on
+    calls[absent].arrive(b"late")
+    assert hear(calls[absent]) == expected
+    for call in calls.values():
+        call.arrive(b"again")
+    assert {hear(call) for call in calls.values()} == {"again again again"}  # all know of the failure, and may go on
 
 
 def test_the_others_wait_on_for_a_first_rank_that_has_come_but_not_for_ever() -> None:
-    store = server("hash")
-    calls = {rank: call_of(store, rank, timeout_s=0.3) for rank in RANKS}
+    clock = Clock()
+    store: Any = VirtualStore(clock)
+    calls = {rank: call_of(store, rank, timeout_s=30) for rank in RANKS}
 
     def slow() -> str:
         calls[4].arrive(b"")
         calls[4].words()
-        time.sleep(0.7)
+        clock.sleep(70)
         return calls[4].decide(b"at last").decode()
 
-    heard = together({4: slow, 6: lambda: meet(calls[6], ""), 7: lambda: meet(calls[7], "")})
+    heard = clock.run({4: slow, 6: lambda: meet(calls[6], ""), 7: lambda: meet(calls[7], "")})
     assert set(heard.values()) == {"at last"}
     calls[4].arrive(b"")
-    heard = together({6: lambda: meet(calls[6], ""), 7: lambda: meet(calls[7], "")})
+    heard = clock.run({6: lambda: meet(calls[6], ""), 7: lambda: meet(calls[7], "")})
     assert set(heard.values()) == {"refused: the three (ranks 4, 6, 7): rank 4 came to call 2, and said nothing more"}
+    assert clock.now == 70 + 4 * 30
 
 
 def test_a_store_that_is_lost_is_not_taken_for_a_missing_rank() -> None:
@@ -119,30 +129,55 @@ def test_the_time_that_others_are_given_is_that_of_the_call() -> None:
 
 
 def test_who_comes_after_several_calls_hears_what_became_of_each() -> None:
-    store = server("hash")
-    calls = {rank: call_of(store, rank, timeout_s=0.3) for rank in RANKS}
-    expected = [f"refused: the three (ranks 4, 6, 7): rank 7 did not come to call {n} within 0.3 s" for n in (1, 2, 3)]
-    for refused in expected:
-        assert set(together({rank: lambda rank=rank: meet(calls[rank], "") for rank in (4, 6)}).values()) == {refused}
-    assert [meet(calls[7], "late") for _ in expected] == expected
+    clock = Clock()
+    store: Any = VirtualStore(clock)
+    calls = {rank: call_of(store, rank, timeout_s=30) for rank in RANKS}
+
+    def meeting(word: str, ranks: tuple[int, ...] = RANKS) -> set[str]:
+        return set(clock.run({rank: lambda rank=rank: meet(calls[rank], word) for rank in ranks}).values())
+
+    expected = [f"refused: the three (ranks 4, 6, 7): rank 7 did not come to call {n} within 30 s" for n in (1, 2, 3)]
+    assert [meeting("", ranks=(4, 6)) for _ in expected] == [{refused} for refused in expected]
+    assert [meeting("late", ranks=(7,)) for _ in expected] == [{refused} for refused in expected]
     for _ in range(2):
-        assert set(together({rank: lambda rank=rank: meet(calls[rank], "a") for rank in RANKS}).values()) == {"a a a"}
+        assert meeting("a") == {"a a a"}
     assert store.num_keys() <= 2 * 3 + 1 + 3
 
 
 def test_a_claimed_call_is_no_longer_refused_by_the_others() -> None:
-    store = server("hash")
-    calls = {rank: call_of(store, rank, timeout_s=0.1) for rank in RANKS}
+    clock = Clock()
+    store: Any = VirtualStore(clock)
+    calls = {rank: call_of(store, rank, timeout_s=10) for rank in RANKS}
 
     def slow() -> str:
         calls[4].arrive(b"")
         calls[4].words()
         assert calls[4].claim() is None
-        time.sleep(0.8)  # twice what the others wait for an answer
+        clock.sleep(80)  # twice what the others wait for an answer
         return calls[4].decide(b"at last").decode()
 
-    heard = together({4: slow, 6: lambda: meet(calls[6], ""), 7: lambda: meet(calls[7], "")})
+    heard = clock.run({4: slow, 6: lambda: meet(calls[6], ""), 7: lambda: meet(calls[7], "")})
     assert set(heard.values()) == {"at last"}
+
+
+def test_a_claimed_call_is_waited_for_also_when_ranks_are_missing() -> None:
+    clock = Clock()
+    store: Any = VirtualStore(clock)
+    calls = {rank: call_of(store, rank, timeout_s=10) for rank in RANKS}
+
+    def slow() -> str:
+        calls[4].arrive(b"")
+        with pytest.raises(MissingRanks):
+            calls[4].words()
+        assert calls[4].claim() is None
+        clock.sleep(30)
+        return calls[4].decide(b"7 is missing").decode()
+
+    def second() -> str:
+        clock.sleep(5)  # so that the claim comes before it has waited in vain
+        return meet(calls[6], "")
+
+    assert clock.run({4: slow, 6: second}) == {4: "7 is missing", 6: "7 is missing"}
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_rows_of_every_length_around_the_chunks(ranks: RankPool, folder: Path, c
     # Something would be seen: rows beyond the trained length, losses and gradients that are not zero.
     assert all(float(metrics["loss"]) != 0 for metrics, _ in expected["steps"])
     layouts = [{"cp": cp, "cp_comm": cp_comm} for cp_comm in ("a2a", "all_gather", "ring")]
-    for rank, outcomes in enumerate(ranks.run(run_layouts, folder, cp, layouts, world_size=cp, timeout=240)):
+    for rank, outcomes in enumerate(ranks.run(run_layouts, folder, cp, layouts, world_size=cp)):
         for layout, outcome in zip(layouts, outcomes, strict=True):
             assert (outcome["results"] is not None) == (rank == 0)
             for name, actual in (outcome["results"] or {}).items():

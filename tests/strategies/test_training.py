@@ -348,7 +348,7 @@ def refused_share(folder: Path, layout: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("layout", [{}, {"mode": "isp", "wp": 2}], ids=str)
 def test_a_bad_share_is_refused_by_every_share(ranks: RankPool, folder: Path, layout: dict[str, Any]) -> None:
-    first, second = ranks.run(refused_share, folder, layout, world_size=2, timeout=40)
+    first, second = ranks.run(refused_share, folder, layout, world_size=2)
     assert "row 1" in first[0]
     assert second[0] == f"the batch of data-parallel rank 0 was refused: {first[0]}"
     assert "response_mask" in first[1]
@@ -372,7 +372,7 @@ def test_shares_that_gather_weights_together_may_need_unequal_numbers_of_micro_b
     ranks: RankPool, folder: Path
 ) -> None:
     (alone,) = ranks.run(step_with_budget, folder, {}, world_size=1)
-    for outcome in ranks.run(step_with_budget, folder, {"mode": "isp", "wp": 2}, world_size=2, timeout=40):
+    for outcome in ranks.run(step_with_budget, folder, {"mode": "isp", "wp": 2}, world_size=2):
         assert outcome["loss"] == pytest.approx(alone["loss"], rel=1e-6)
         assert outcome["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
 

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import threading
-import time
 from collections.abc import Awaitable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -53,24 +52,16 @@ class Probe(Worker):
         return self.sum_of_ranks()
 
     @register(Dispatch.ONE_TO_ALL)
-    def die_after(self, rank: int, seconds: float) -> None:
-        """`rank` returns, and its process dies a little later; the others wait in an all_reduce."""
+    def wait_on(self, rank: int) -> None:
+        """`rank` is busy until its process is ended; the others have nothing to do."""
         if self.rank == rank:
-            threading.Timer(seconds, os._exit, (1,)).start()
-        else:
+            threading.Event().wait()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def meet_without(self, rank: int) -> None:
+        """The others wait for `rank` in an all_reduce; `rank` has nothing to do."""
+        if self.rank != rank:
             self.sum_of_ranks()
-
-    @register(Dispatch.ONE_TO_ALL)
-    def wait_on(self, rank: int, seconds: float) -> None:
-        """`rank` is busy for a while."""
-        if self.rank == rank:
-            time.sleep(seconds)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def wait_on_and_meet(self, rank: int, seconds: float) -> int:
-        """`rank` is busy for a while, and the others wait for it in an all_reduce."""
-        self.wait_on(rank, seconds)
-        return self.sum_of_ranks()
 
     @register(Dispatch.DP_MP_DISPATCH_FIRST, returns_batch=True)
     def scaled(self, data: DataProto, scale: int) -> DataProto:
@@ -207,7 +198,6 @@ def fail(how: str) -> None:
     if how == "exit_actor":
         ray.actor.exit_actor()
     if how == "memory":
-        held = [bytes(range(256)) * 40_000 for _ in range(10_000)]  # 100 GB, if nobody ends this
-        raise AssertionError(f"{len(held)} pieces of 10 MB, and still here")
+        bytearray(2**62)
     assert how == "sys.exit", how
     raise SystemExit(4)

@@ -80,5 +80,5 @@ def failures_in_fp64() -> dict[str, dict[str, list[str]]]:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("job", [failures_of_heads, failures_of_families, failures_in_fp64])
 def test_results_of_one_process(ranks: RankPool, job: Callable[[], Any], size: int) -> None:
-    failed = ranks.run(job, world_size=size, timeout=240)
+    failed = ranks.run(job, world_size=size)
     assert {f"rank {rank}": wrong for rank, wrong in enumerate(failed) if wrong} == {}

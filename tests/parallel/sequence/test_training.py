@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,11 +25,11 @@ from roll.parallel.sequence import (
     shift_labels,
     split_for_sequence_parallel,
 )
+from tests.isolation import ROOT
 from tests.parallel.sequence.one_process import gradients, make_batch, reduced
 from tests.parallel.sequence.tiny_models import make_model
 from tests.rank_pool import RankPool
 
-ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "examples" / "sequence_parallel_hf.py"
 MICRO_BATCHES = 2
 
@@ -130,7 +129,6 @@ def test_the_example_prints_one_loss_twice() -> None:
     """Under torchrun; the last digit may differ by rounding."""
     run = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(EXAMPLE)],
-        cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
