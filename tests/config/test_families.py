@@ -147,7 +147,7 @@ def test_context_length(tmp_path: Path, scaling: dict[str, Any] | None, length: 
             "got 'qwen3_moe', a mixture of experts",
         ),
         (llama(num_local_experts=8), "num_local_experts: mixtures of experts are not supported, got 8"),
-        (llama(attention_bias=None), "attention_bias: must be a valid boolean, got null"),
+        (llama(attention_bias=2), "attention_bias: must be a valid boolean, got 2"),
         (SIZES | {"model_type": "internlm2", "bias": "yes"}, "bias: must be a valid boolean, got 'yes'"),
         (llama(mlp_bias=True), "mlp_bias: only false is supported, got true"),
         (llama(model_type="mistral", sliding_window=16), "sliding_window: only null is supported, got 16"),

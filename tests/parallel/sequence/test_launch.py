@@ -12,6 +12,7 @@ import pytest
 
 from roll.parallel.sequence import init_dist
 from roll.parallel.sequence.launch import first_host, rendezvous
+from tests.isolation import ROOT
 
 SLURM = {
     "SLURM_PROCID": "5",
