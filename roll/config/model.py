@@ -154,8 +154,8 @@ class ModelConfig(Settings):
         known = {name: value for name, value in family.defaults.items() if name in names}
         known |= stated_values(data, names)
         if family.bias_key is not None:
-            stated = stated_values(data, [family.bias_key])
-            known["bias"] = stated.get(family.bias_key, family.defaults.get(family.bias_key, False))
+            stated = data.get(family.bias_key, family.defaults.get(family.bias_key, False))
+            known["bias"] = False if stated is None else stated  # torch's layers take a null for no bias
         known |= {"rope_theta": rope.theta, "rope_scaling": rope.scaling}
         # A null undoes the family's default of these two: they follow from the sizes.
         for name in ("num_key_value_heads", "head_dim"):

@@ -50,7 +50,8 @@ class BatchLoader:
             device: device of the batches, apart from `cu_seqlens`; None: the CPU.
 
         Raises:
-            ValueError: a size is below 1, the sequence does not divide over the ranks, or `sp_rank` is none of them.
+            ValueError: there is no such mode, a size is below 1, the sequence does not divide over the ranks, or
+                `sp_rank` is none of them.
         """
         if group is not None:
             if (sp_rank, sp_size) != (0, 1):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -32,8 +33,11 @@ def data_process(
     and fsp split behind the embedding).
 
     Raises:
-        ValueError: a size is below 1, the sequence does not divide, or `sp_rank` is none of the `sp_size` ranks.
+        ValueError: there is no such mode, a size is below 1, the sequence does not divide, or `sp_rank` is none of the
+            `sp_size` ranks.
     """
+    if mode not in get_args(Mode):
+        raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}; got {mode!r}")
     check_sizes(micro_bsz, seq_len)
     _check_rank(sp_rank, sp_size)
     steps: list[ProcessFunc] = []

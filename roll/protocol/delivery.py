@@ -7,7 +7,7 @@
 
                  leader ──▶ ranks of its level-0 group ──▶ each the ranks of its level-1 group
 
-    every rank   reports whether it could unpickle the objects, if there were some    (a second roll call)
+    every rank   reports whether it could unpickle objects and entries, if any went   (a second roll call)
 
 A refusal is thus heard by all ranks before anyone waits for a batch, also by those of other leaders, who would later
 wait for this batch's gradients; and a rank that does not come, or brings another batch, is named.
@@ -115,7 +115,7 @@ class BatchDelivery:
             num_bytes = total_bytes(decision.specs) + decision.object_bytes
             flat = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
             self._pass_on(flat)
-        what = "meta_info"
+        what = "meta_info, the plan or the normalizers"
         try:  # Only now: a rank that failed earlier would leave the others alone with the bytes.
             batch = with_shared_entries(batch, pickle.loads(decision.lacking) if decision.lacking else {})
             what = "non_tensor_batch"

@@ -29,8 +29,10 @@ T = TypeVar("T")
 def own_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of `meta_info` that shares nothing with it, every metric as a list.
 
-    Raises ValueError if `metrics` is no dict, or an entry cannot be copied.
+    Raises ValueError if `meta` or its `metrics` is no dict, or an entry cannot be copied.
     """
+    if not isinstance(meta, Mapping):
+        raise ValueError(f"meta_info must be a dict, got {type(meta).__name__}")
     own = {name: own_copy(value, f"meta_info {name}") for name, value in meta.items() if name != METRICS}
     if meta.get(METRICS) is not None:
         own[METRICS] = listed_metrics(meta[METRICS])

@@ -16,10 +16,12 @@ from roll.protocol.display import describe_value
 def own_tensors(batch: Mapping[str, Tensor], objects: Mapping[str, np.ndarray]) -> TensorDict:
     """A TensorDict of these tensors, so that a field added to it does not appear in the caller's dict.
 
-    Raises ValueError if the tensors and the `objects` beside them have different numbers of rows.
+    Raises ValueError if `batch` is no dict of tensors, or tensors and `objects` have different numbers of rows.
     """
     if isinstance(batch, TensorDict):
         return batch.clone(recurse=False)
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"batch must be a dict of tensors, got {type(batch).__name__}")
     for name, value in batch.items():
         check_tensor(name, value)
     lengths = {name: len(tensor) for name, tensor in batch.items()} | {name: len(o) for name, o in objects.items()}

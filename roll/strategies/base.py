@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from roll.config import StrategySettings
+from roll.config import Head, StrategySettings
 from roll.protocol import DataProto
 
 
@@ -103,12 +103,18 @@ class InferenceStrategy(ABC):
         """Logits at temperature 1 of all tokens at their rows: `[b, S, V]`, zero on padding.
 
         Where the vocabulary is split over tp, a rank has its part: `[b, S, V/tp]`. This is the largest tensor of a
-        micro-batch; the other `op_compute_*` never make it as a whole.
+        micro-batch; the other `op_compute_*` never make it as a whole. Raises ValueError for a model with a value head.
         """
 
     @abstractmethod
     def op_compute_values(self, output: ModelOutput, attention_mask: Tensor) -> Tensor:
         """Values of a model with a value head: `[b, S-1]`, at index t that of the state before token t+1."""
+
+
+def check_has_logits(head: Head) -> None:
+    """Raise ValueError for a model whose head is not the vocabulary's."""
+    if head != "lm":
+        raise ValueError(f"a model with head {head!r} has no logits")
 
 
 class TrainStrategy(InferenceStrategy):

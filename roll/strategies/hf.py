@@ -30,7 +30,15 @@ from roll.models.transformers_model import (
 )
 from roll.platform import get_platform
 from roll.protocol import DataProto, check_model_batch, count_loss_tokens
-from roll.strategies.base import ForwardFunc, LossFunc, Metrics, ModelOutput, TrainStrategy, check_response_mask
+from roll.strategies.base import (
+    ForwardFunc,
+    LossFunc,
+    Metrics,
+    ModelOutput,
+    TrainStrategy,
+    check_has_logits,
+    check_response_mask,
+)
 from roll.strategies.buckets import in_buckets
 from roll.strategies.learning_rate import learning_rate
 from roll.strategies.master_weights import MasterWeights
@@ -169,6 +177,7 @@ class HfStrategy(TrainStrategy):
 
     def op_compute_row_logits(self, output: ModelOutput) -> Tensor:
         assert isinstance(output, PaddedOutput)
+        check_has_logits(self.settings.head)
         return torch.where(output.mask.unsqueeze(-1), output.tensor, 0.0)
 
     def op_compute_values(self, output: ModelOutput, attention_mask: Tensor) -> Tensor:

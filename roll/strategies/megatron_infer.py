@@ -32,7 +32,14 @@ from roll.parallel.sequence_gather import gather_sequence
 from roll.parallel.state import ParallelState
 from roll.platform import get_platform
 from roll.protocol import DataProto, check_model_batch
-from roll.strategies.base import ForwardFunc, InferenceStrategy, LossFunc, Metrics, ModelOutput
+from roll.strategies.base import (
+    ForwardFunc,
+    InferenceStrategy,
+    LossFunc,
+    Metrics,
+    ModelOutput,
+    check_has_logits,
+)
 from roll.strategies.data_input import batch_delivery
 from roll.strategies.tokens import OwnTokens, TokenMicroBatch, count_labels, token_forward_step
 
@@ -116,11 +123,13 @@ class MegatronInferStrategy(InferenceStrategy):
         """Two levels: first over the tensor x context ranks of the first stage, then along each pipeline.
 
         The leader (tp 0, cp 0, first stage) checks its batch; a refusal travels in the batch's place, and every rank of
-        every share raises it. `non_tensor_batch` goes along only when `meta_info["_broadcast_non_tensor_batch"]` is
-        true, and of the tensors only `keys`, if any are named.
+        every share raises it. The other ranks may call with an empty `DataProto()`. All have the leader's `meta_info`
+        afterwards, apart from `metrics`. `non_tensor_batch` goes along only when the leader's
+        `meta_info["_broadcast_non_tensor_batch"]` is true, and of the tensors only `keys`, if any are named.
 
         Raises:
-            ValueError: as said, or the ranks bring batches of different kinds.
+            ValueError: as said, or a rank brings rows of another kind, or an entry of `meta_info` that the leader lacks
+                or has with another value.
             MissingRanks: a rank did not call within `settings.batch_timeout_s`.
         """
         return self._deliver(batch, self._check_batch, keys)
@@ -297,6 +306,7 @@ class MegatronInferStrategy(InferenceStrategy):
         Returns:
             `[1, T/n, V/tp]` for n = cp or sp; `[1, T/n, V]` with `parallel.parallel_output` false.
         """
+        check_has_logits(self.settings.head)
         logits: Tensor = self.gpt.head.logits(output.tensor, parallel_output=self.settings.parallel.parallel_output)
         return logits
 

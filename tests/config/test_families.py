@@ -94,6 +94,7 @@ def test_biases_and_norms_are_the_familys() -> None:
     [
         ("internlm2", {}, True, True),  # as configuration_internlm2.py has it
         ("internlm2", {"bias": True}, True, True),
+        ("internlm2", {"bias": None}, False, False),  # torch's layers take a null for no bias
         ("internlm2", {"bias": False, "attention_bias": True}, False, False),  # another family's key says nothing
         ("llama", {}, False, False),
         ("llama", {"attention_bias": True}, True, True),

@@ -163,6 +163,7 @@ def test_a_group_says_which_part_is_this_ranks(ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"mode": "ISP", "sp_size": 2}, "mode must be one of mtp, msp, fsp, isp; got 'ISP'"),
         ({"micro_bsz": 0}, "micro_bsz must be at least 1, got 0"),
         ({"seq_len": -8}, "seq_len must be at least 1, got -8"),
         ({"mode": "isp", "sp_rank": 2, "sp_size": 2}, "sp_rank=2 is not one of sp_size=2 ranks"),

@@ -63,6 +63,10 @@ def test_the_documented_constructor() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             DataProto(batch=batch, non_tensor_batch={"answer": ["4", "7"]})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="batch must be a dict of tensors, got Tensor"):
+        DataProto(batch=ids)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="meta_info must be a dict, got list"):
+        DataProto(meta_info=[1])  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

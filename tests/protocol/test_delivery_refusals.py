@@ -132,7 +132,9 @@ def test_meta_information_that_a_rank_cannot_unpickle_is_heard_by_all() -> None:
     # Rank 2 leads the share where nothing is wrong.
     for heard in deliver_on_four(lambda rank: batch_of(**({"made": OnlyHere()} if rank == 0 else {}))):
         assert isinstance(heard, ValueError)
-        assert "rank 1: meta_info cannot be unpickled: invalid literal for int()" in str(heard)
+        assert "rank 1: meta_info, the plan or the normalizers cannot be unpickled: invalid literal for int()" in str(
+            heard
+        )
 
 
 def test_the_leaders_metrics_are_not_given_to_others() -> None:

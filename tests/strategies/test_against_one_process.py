@@ -183,6 +183,8 @@ def _reference(folder: Path, head: str) -> dict[str, Any]:
         metrics = strategy.train_step(batch, partial(weighted_nll, strategy))
     else:
         _set_value_head(strategy)
+        with pytest.raises(ValueError, match="a model with head 'value' has no logits"):
+            strategy.forward_step(batch, lambda data, output: {"logits": strategy.op_compute_row_logits(output)})
         results = strategy.forward_step(batch, partial(value_results, strategy))
         metrics = strategy.train_step(batch, partial(weighted_value_error, strategy))
     return {"results": results, "metrics": metrics, "gradients": dict(strategy.gradients())}

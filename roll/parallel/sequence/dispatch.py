@@ -27,8 +27,11 @@ def dispatch_modules(model: nn.Module, *, group: ProcessGroup | None = None) -> 
     were shifted over the whole sequence are passed as `shift_labels`. The loss of either is the mean over the whole
     sequence, on every rank, and its gradients, averaged over the ranks, are those of one process. With
     `num_items_in_batch` it is the sum over that number. As in transformers the last token of a document in a row
-    predicts the next document's first label, unless that label is -100. A decoder that is dispatched without its head
-    computes no loss: labels for a head on top of it are shifted before the split (`shift_labels`).
+    predicts the next document's first label, unless that label is -100.
+
+    Two cases compute another loss. Where a decoder is dispatched without its head, the head does not know of the ranks
+    and takes the mean of its own part: give it no `labels`, compute the loss from the logits. transformers' Trainer
+    multiplies the loss by the number of ranks if `average_tokens_across_devices` is true: set it to false.
 
     Without a mask and `cu_seq_lens_q`, documents begin where position ids start again: also in a model that takes
     positions for its table alone (BERT), where transformers on one process would attend across.

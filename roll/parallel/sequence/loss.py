@@ -14,6 +14,7 @@ from roll.parallel.sequence.agreement import agree
 from roll.parallel.sequence.call_forms import check_group, check_number, or_later_form
 from roll.parallel.sequence.collectives import Reducer
 from roll.parallel.sequence.groups import sequence_group
+from roll.platform import get_platform
 
 
 def _reduce_as_later(
@@ -59,7 +60,7 @@ def reduce_sequence_parallel_loss(
 
     The loss of a dispatched model is the mean of the whole sequence already, on every rank. Its weighted mean is the
     same under any counts, and so are the gradients: `(labels != -100).sum()` of this rank's labels is a right count,
-    shifted or not.
+    shifted or not, among the ranks of one sequence.
 
     XTuner's function of this name returns the same value but propagates 1 to every l_r. Its optimizer follows the
     unweighted mean of the ranks' means: with labels on one of n ranks, gradients that are n times too small, under a
@@ -77,32 +78,29 @@ def reduce_sequence_parallel_loss(
             if gradients accumulate, so that the results add up to the mean of the step. With labels that were not
             shifted before, give the model `num_items_in_batch` instead.
         group: the ranks that share a mean, by default those that share the sequence. With torch.distributed's
-            `group.WORLD` it is one mean over data-parallel ranks too.
+            `group.WORLD` it is one mean over data-parallel ranks too. Counts of different sequences must then be those
+            of their targets, which the first label of a row is not: `(labels[:, 1:] != -100).sum()` of the whole rows
+            on one rank of each sequence, 0 on its others.
 
     Returns:
         Scalar of the dtype of `mean_loss`; zero, with zero gradients, if no rank has a token.
 
     Raises:
         ValueError: on every rank, if on one of them a loss or a number of tokens is not a scalar or the reducer is
-            unknown, or if they do not have the same reducer and total_tokens.
+            unknown, or if they do not have the same reducer and total_tokens. On this rank alone, if `group` is none.
     """
     check_group(group)
-    if not isinstance(mean_loss, Tensor):
-        raise ValueError(f"mean_loss must be a tensor, got {type(mean_loss).__name__}")
-    if not isinstance(num_tokens, Tensor):
-        check_number("num_tokens", num_tokens)
-    if not (total_tokens is None or isinstance(total_tokens, Tensor)):
-        check_number("total_tokens", total_tokens)
+    check_group(group)
     group = sequence_group(group)
-    device = mean_loss.device
-    own = torch.as_tensor(num_tokens, device=device).detach().double()
-    total = None if total_tokens is None else torch.as_tensor(total_tokens, device=device).detach().double()
-    problem = _problem(mean_loss, own, total, reducer)
+    problem = _problem(mean_loss, num_tokens, total_tokens, reducer)
     if problem is None:
-        own = own.reshape(())
+        device = mean_loss.device
+        own = torch.as_tensor(num_tokens, device=device).detach().double().reshape(())
         counted = torch.where(own > 0, own * mean_loss.detach().double().reshape(()), 0.0)
+        total = None if total_tokens is None else torch.as_tensor(total_tokens, device=device).detach().double()
         total = None if total is None else total.reshape(())
     else:
+        device = mean_loss.device if isinstance(mean_loss, Tensor) else _device_of(group)
         own, counted, total = torch.zeros(3, dtype=torch.float64, device=device).unbind()
     everyone = _exchange(counted, own, total, problem, reducer, group)
     sums = everyone.sum(0)
@@ -113,15 +111,30 @@ def reduce_sequence_parallel_loss(
     return reduced
 
 
-def _problem(mean_loss: Tensor, own: Tensor, total: Tensor | None, reducer: str) -> str | None:
-    """What this rank cannot go on with."""
+def _device_of(group: ProcessGroup | None) -> torch.device:
+    """Device on which the group's collectives take tensors."""
+    on_cpu = group is None or dist.get_backend(group) == "gloo"
+    return torch.device("cpu") if on_cpu else get_platform().device()
+
+
+def _problem(mean_loss: object, num_tokens: object, total_tokens: object, reducer: str) -> str | None:
+    """Reason why this rank cannot go on."""
     if reducer not in ("mean", "sum"):
         return f"reducer must be mean or sum, got {reducer!r}"
+    if not isinstance(mean_loss, Tensor):
+        return f"mean_loss must be a tensor, got {type(mean_loss).__name__}"
     if mean_loss.numel() != 1:
         return f"mean_loss must be a scalar, got shape {tuple(mean_loss.shape)}"
-    for name, number in (("num_tokens", own), ("total_tokens", total)):
-        if number is not None and number.numel() != 1:
-            return f"{name} must be one number, got shape {tuple(number.shape)}"
+    numbers = {"num_tokens": num_tokens} | ({} if total_tokens is None else {"total_tokens": total_tokens})
+    for name, number in numbers.items():
+        if isinstance(number, Tensor):
+            if number.numel() != 1:
+                return f"{name} must be one number, got shape {tuple(number.shape)}"
+            continue
+        try:
+            check_number(name, number)
+        except ValueError as refused:
+            return str(refused)
     return None
 
 

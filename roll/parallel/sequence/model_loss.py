@@ -13,8 +13,8 @@ add up to what the combination of gradients divides by:
     reduce_sequence_parallel_loss, counts c_r, averaged     g_r = n c_r / sum(c)      their sum is n
     reduce_sequence_parallel_loss, counts c_r, added up     g_r = c_r / sum(c)        their sum is 1
 
-Counts need not be those of the targets: `(labels != -100).sum()` of a part counts a label on the rank that has it, not
-on the rank whose token predicts it, and counts the first label of a row, which nothing predicts.
+Within one sequence, counts need not be those of the targets: `(labels != -100).sum()` of a part counts a label on the
+rank that has it, not on the rank whose token predicts it, and counts the first label of a row, which nothing predicts.
 
 Without any target L and its gradients are zero, where transformers has 0 / 0.
 
@@ -33,6 +33,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from roll.parallel.sequence.agreement import agree
 from roll.parallel.sequence.collectives import gather_for_own_use
 from roll.parallel.sequence.padding import IGNORED_LABEL
 
@@ -102,9 +103,14 @@ class ModelLoss:
         labels = labels.to(logits.device)  # where the ranks exchange them
         targets = labels if self.are_shifted else shift_over_ranks(labels, self.group)
         others |= {"shift_labels": targets, "num_items_in_batch": 1}
-        summed = self.original(logits=logits, labels=targets, vocab_size=vocab_size, **others)
+        summed, problem = logits.new_zeros(()), _outside(targets, logits.shape[-1])
+        if problem is None:
+            try:
+                summed = self.original(logits=logits, labels=targets, vocab_size=vocab_size, **others)
+            except Exception as error:  # noqa: BLE001 - a user's loss function may raise anything, and the others wait
+                problem = f"the loss function raised {type(error).__name__}: {error}"
         count = (targets != IGNORED_LABEL).sum()
-        return mean_over_ranks(summed, count, self.items, self.group)
+        return mean_over_ranks(summed, count, self.items, self.group, problem)
 
 
 def shift_over_ranks(labels: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -116,10 +122,17 @@ def shift_over_ranks(labels: Tensor, group: ProcessGroup | None) -> Tensor:
     return torch.cat((labels[:, 1:].long(), next_first), dim=1)
 
 
-def mean_over_ranks(summed: Tensor, count: Tensor, items: float | None, group: ProcessGroup | None) -> Tensor:
-    """The sum of all ranks over their counts, or over `items`; scalars. Zero if all counts are."""
-    own = torch.stack((summed.detach().double(), count.double()))
+def mean_over_ranks(
+    summed: Tensor, count: Tensor, items: float | None, group: ProcessGroup | None, problem: str | None = None
+) -> Tensor:
+    """The sum of all ranks over their counts, or over `items`; scalars. Zero if all counts are.
+
+    Raises ValueError on every rank if one of them has a problem.
+    """
+    own = torch.stack((summed.detach().double(), count.double(), torch.full_like(count, problem is not None).double()))
     total = own if group is None or group.size() == 1 else gather_for_own_use(own.unsqueeze(0), 0, group).sum(0)
+    if total[2] > 0:
+        agree(group, problem)
     divisor = total[1].clamp(min=1) if items is None else torch.full_like(total[1], items)
     mean: Tensor = _MeanOverRanks.apply(summed, total[0] / divisor, divisor, group)
     return mean
@@ -170,6 +183,12 @@ def _problem(model: PreTrainedModel, kwargs: dict[str, Any], labels: Any, shifte
     if ignored != IGNORED_LABEL:
         return f"the loss function ignores labels of {ignored}, not of {IGNORED_LABEL}"
     return None
+
+
+def _outside(targets: Tensor, vocab_size: int) -> str | None:
+    """The first label that the vocabulary does not have, in words."""
+    wrong = targets[(targets != IGNORED_LABEL) & ((targets < 0) | (targets >= vocab_size))]
+    return f"labels: {int(wrong[0])} is outside the vocabulary of {vocab_size}" if len(wrong) else None
 
 
 def _is_scalar(value: Any) -> bool:

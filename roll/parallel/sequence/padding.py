@@ -8,6 +8,7 @@ Legend: b rows, N tokens of a row, n ranks of the sequence-parallel group.
 
 from __future__ import annotations
 
+import operator
 from itertools import pairwise
 from typing import Any, NamedTuple, overload
 
@@ -232,8 +233,7 @@ def _check_dim(name: str, x: object, dim: object) -> None:
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
     check_number("dim", dim, int)
-    assert isinstance(dim, int)
-    if not -x.ndim <= dim < x.ndim:
+    if not -x.ndim <= operator.index(dim) < x.ndim:  # type: ignore[arg-type]  # NumPy's integers are integers too
         raise ValueError(f"there is no dim {dim} in {name} of shape {tuple(x.shape)}")
 
 

@@ -96,6 +96,8 @@ def misuse() -> list[str]:
             refusal(lambda: reduce_sequence_parallel_loss(one, 1, total_tokens=8 + own)),
             refusal(lambda: reduce_sequence_parallel_loss(one, 1, total_tokens=8 if own else None)),
             refusal(lambda: reduce_sequence_parallel_loss(one, 1, reducer="sum" if own else "mean")),
+            refusal(lambda: reduce_sequence_parallel_loss(one, None if own else 3)),  # type: ignore[arg-type]
+            refusal(lambda: reduce_sequence_parallel_loss(1.0 if own else one, 3)),  # type: ignore[arg-type]
         ]
 
 
@@ -110,6 +112,8 @@ def test_misuse(ranks: RankPool) -> None:
             "ValueError: total_tokens differs between the ranks of the group: 8.0, 9.0",
             "ValueError: total_tokens differs between the ranks of the group: None, 8.0",
             "ValueError: reducer differs between the ranks of the group: 'mean', 'sum'",
+            "ValueError: rank 1 of the group: num_tokens must be a number, got NoneType",
+            "ValueError: rank 1 of the group: mean_loss must be a tensor, got float",
         ]
 
 

@@ -200,6 +200,12 @@ def other_label(
     return logits.sum()
 
 
+def fails_on_rank_1(logits: Tensor, labels: Tensor, num_items_in_batch: int, shift_labels: Tensor, **_: Any) -> Tensor:
+    if dist.get_rank():
+        raise ZeroDivisionError("of a user's own")
+    return logits.sum()
+
+
 def misuse() -> dict[str, str]:
     """Messages by case, and whether the model has its own loss function afterwards."""
     rank, labels = dist.get_rank(), make_batch("dense", "all").tokens
@@ -215,6 +221,7 @@ def misuse() -> dict[str, str]:
         "no items": {"labels": own, "num_items_in_batch": 0},
         "many items": {"labels": own, "num_items_in_batch": torch.ones(2)},
         "items differ": {"labels": own, "num_items_in_batch": 3 + rank},
+        "outside": {"labels": own.masked_fill(torch.arange(16) == 9, 60) if rank else own},
     }
     with sequence_parallel_groups(2):
         model = make_model()
@@ -225,6 +232,9 @@ def misuse() -> dict[str, str]:
             found["no labels"] = str(model(own, num_items_in_batch=3).loss)
             model(own, labels=own)
         found["kept"] = str("_loss_function" in model.__dict__)
+        model.loss_function = fails_on_rank_1
+        with dispatched_modules(model):
+            found["failing"] = refusal(lambda: model(own, labels=own))
         for function in (sum_alone, other_label):
             model.loss_function = function
             with dispatched_modules(model):
@@ -258,6 +268,8 @@ def test_misuse(ranks: RankPool) -> None:
         "no items": "ValueError: num_items_in_batch must be one positive number, got 0",
         "many items": "ValueError: num_items_in_batch must be one positive number, got tensor([1., 1.])",
         "items differ": f"ValueError: num_items_in_batch {differs} 3.0, 4.0",
+        "outside": "ValueError: rank 1 of the group: labels: 60 is outside the vocabulary of 48",
+        "failing": "ValueError: rank 1 of the group: the loss function raised ZeroDivisionError: of a user's own",
         "no labels": "None",
         "kept after a failure": "False",
         "kept": "False",
