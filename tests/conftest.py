@@ -48,6 +48,7 @@ def empty_folder() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def _nothing_left(empty_folder: Path) -> Iterator[None]:
+    os.chdir(empty_folder)
     yield
     isolation.check_nothing_left(empty_folder)
 

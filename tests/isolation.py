@@ -80,8 +80,7 @@ def working_directory(home: Path) -> Iterator[Path]:
 
 
 def check_nothing_left(folder: Path) -> None:
-    """Raise AssertionError if the working directory is another one than `folder`, or something is in it."""
-    assert Path.cwd() == folder, f"the test has left its working directory for {Path.cwd()}"
+    """Raise AssertionError if something is in the working directory."""
     left = sorted(os.listdir(folder))
     for name in left:  # The next test is not to blame.
         (folder / name).rename(folder.with_name(f"left-{len(os.listdir(folder.parent))}-{name}"))

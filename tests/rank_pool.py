@@ -39,7 +39,7 @@ GROUP_TIMEOUT = timedelta(seconds=300)
 JOB_TIMEOUT_S = 400.0
 # What gloo says on the peers of a rank that failed. While only such echoes have arrived, the cause is still awaited.
 ECHO = re.compile(r"gloo/transport.*(closed|reset) by peer", re.IGNORECASE)
-CAUSE_WAIT_S = 5.0
+CAUSE_WAIT_S = 60.0
 # The first of several failures within this time is reported.
 ORDER_WAIT_S = 0.2
 START_TIMEOUT_S = 600.0
