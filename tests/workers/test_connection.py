@@ -15,6 +15,12 @@ from roll.config import ConfigError
 from roll.workers.connection import check_cluster, start_ray
 
 
+@pytest.fixture(autouse=True)
+def _no_ray_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Ray of other tests in this process, which `start_ray` would take."""
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+
+
 @contextmanager
 def listening(backlog: int = 16) -> Iterator[tuple[socket.socket, str]]:
     """A port that takes connections and never says a word."""
