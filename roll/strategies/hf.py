@@ -123,9 +123,6 @@ class HfStrategy(TrainStrategy):
     def inner_forward_step(self, micro_batch: DataProto) -> PaddedOutput:
         """The model's output for one micro-batch."""
         mask = micro_batch["attention_mask"]
-        if len(mask) == 0:  # transformers' layers cannot reshape it.
-            shape = mask.shape if self.settings.head == "value" else (*mask.shape, self.model_config.vocab_size)
-            return PaddedOutput(torch.zeros(shape, device=self.device), mask.bool())
         inputs = {
             # Padding may hold anything, also ids that no embedding has.
             "input_ids": micro_batch["input_ids"].masked_fill(mask == 0, 0),
@@ -133,7 +130,7 @@ class HfStrategy(TrainStrategy):
             "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
         }
         scaling = self.model_config.rope_scaling
-        if len(mask) == 0:  # transformers cannot run no rows, so one is run, and left out of the output.
+        if len(mask) == 0:  # transformers cannot run no rows: one runs, left out of the output but not of the graph.
             one = {name: tensor.new_ones(1, mask.shape[1]) for name, tensor in inputs.items()}
             return PaddedOutput(self._run(one)[:0], mask.bool())
         if scaling is None or scaling.rope_type != "dynamic":
