@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from roll.checkpoint.folders import begin_folder, finish_folder, on_rank_0
+from roll.checkpoint.folders import Kind, begin_folder, finish_folder, on_rank_0
 from roll.config import expand_path
 
 
@@ -23,9 +23,10 @@ def save_sharded(folder: str | Path, state_dict: dict[str, Any]) -> None:
 
     Raises:
         OSError: rank 0 cannot make the folder; on every rank alike.
+        ValueError: the folder holds other things than a checkpoint; it is replaced.
     """
     folder = expand_path(folder)
-    unfinished = on_rank_0(lambda: begin_folder(folder))
+    unfinished = on_rank_0(lambda: begin_folder(folder, Kind.CHECKPOINT))
     # Results of the writers come back through this queue. Megatron-Core would start a server process for it, so that
     # a save can go on in the background; that process outlives a rank that is killed. Ours ends before we go on.
     filesystem_async._results_queue = queue.Queue()

@@ -134,7 +134,11 @@ class TrainStrategy(InferenceStrategy):
 
     @abstractmethod
     def save_checkpoint(self, folder: str | Path) -> None:
-        """Write weights, optimizer and schedule. Collective; the folder appears when it is complete."""
+        """Write weights, optimizer and schedule. Collective; the folder appears when it is complete.
+
+        Raises:
+            ValueError: writing it would delete anything but an older checkpoint; nothing has been written.
+        """
 
     @abstractmethod
     def load_checkpoint(self, folder: str | Path) -> None:
@@ -147,4 +151,8 @@ class TrainStrategy(InferenceStrategy):
 
     @abstractmethod
     def save_hf(self, folder: str | Path) -> None:
-        """Write the weights as a Hugging Face folder, with the tokenizer of the folder they came from. Collective."""
+        """Write the weights as a Hugging Face folder, with the tokenizer of the folder they came from. Collective.
+
+        Raises:
+            ValueError: writing it would delete anything but an older model folder; nothing has been written.
+        """

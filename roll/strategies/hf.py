@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from roll.checkpoint.companions import refuse_to_delete, write_companions
-from roll.checkpoint.folders import begin_folder, finish_folder
+from roll.checkpoint.folders import Kind, begin_folder, finish_folder
 from roll.checkpoint.hf_writer import ShardWriter, write_index
 from roll.checkpoint.tensor_sources import tensor_source
 from roll.config import ModelConfig, OptimizerSettings, StrategySettings, expand_path
@@ -214,7 +214,7 @@ class HfStrategy(TrainStrategy):
     def save_checkpoint(self, folder: str | Path) -> None:
         settings, trained = self._training("saves a checkpoint")
         folder = expand_path(folder)
-        unfinished = begin_folder(folder)
+        unfinished = begin_folder(folder, Kind.CHECKPOINT)
         state = trained.state_dict() | {"progress": progress_of(settings, self.steps)}
         torch.save(state, unfinished / "state.pt")
         finish_folder(unfinished, folder)
@@ -234,7 +234,7 @@ class HfStrategy(TrainStrategy):
         source, folder = self.settings.model_path, expand_path(folder)
         refuse_to_delete(source, folder)
         folder = folder.resolve()
-        unfinished = begin_folder(folder)
+        unfinished = begin_folder(folder, Kind.MODEL)
         writer = ShardWriter(unfinished)
         for name, tensor in as_family_names(self.model_config, dict(self._weights())):
             writer.add(name, tensor)
