@@ -35,13 +35,35 @@ def save_sharded(folder: str | Path, state_dict: dict[str, Any]) -> None:
     on_rank_0(lambda: finish_folder(unfinished, folder))
 
 
-def load_sharded(folder: str | Path, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Fill a sharded state dict of this rank's layout from a checkpoint and return the plain state dict.
+def load_common(folder: str | Path) -> dict[str, Any]:
+    """Everything of a checkpoint but its tensors. Collective: rank 0 reads, all ranks get the same.
 
     Raises:
-        ValueError: the folder is not a complete checkpoint.
+        ValueError: the folder is not a complete checkpoint; on every rank alike.
     """
     folder = expand_path(folder)
+
+    def read() -> dict[str, Any]:
+        _check_complete(folder)
+        return dist_checkpointing.load_common_state_dict(str(folder))
+
+    return on_rank_0(read)
+
+
+def load_sharded(folder: str | Path, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Fill a sharded state dict of this rank's layout from a checkpoint and return the plain state dict. Collective.
+
+    Tensors are loaded in place: into live weights, where `state_dict` holds views of them. Whatever else could be a
+    reason to refuse the checkpoint is asked of `load_common` before.
+
+    Raises:
+        ValueError: the folder is not a complete checkpoint; on every rank alike.
+    """
+    folder = expand_path(folder)
+    on_rank_0(lambda: _check_complete(folder))
+    return dist_checkpointing.load(state_dict, str(folder))
+
+
+def _check_complete(folder: Path) -> None:
     if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
         raise ValueError(f"{folder} is not a complete checkpoint (an interrupted save leaves `*.unfinished`)")
-    return dist_checkpointing.load(state_dict, str(folder))
