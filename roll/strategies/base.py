@@ -147,6 +147,10 @@ class TrainStrategy(InferenceStrategy):
         The checkpoint replaces the progress of this strategy: weights, moments, and the steps that optimizer and
         schedule have taken, whatever the strategy did before. The settings of this run hold; a warning names those of
         `optimizer` that were others, old and new.
+
+        Raises:
+            ValueError: it is incomplete or damaged, or of an earlier version or another model; on every rank alike.
+                Nothing has been changed, except where a file of tensors is damaged: weights may be replaced in part.
         """
 
     @abstractmethod

@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 from roll.checkpoint.companions import refuse_to_delete, write_companions
 from roll.checkpoint.folders import Kind, begin_folder, finish_folder
 from roll.checkpoint.hf_writer import ShardWriter, write_index
+from roll.checkpoint.refusals import damage_named
 from roll.checkpoint.tensor_sources import tensor_source
 from roll.config import ModelConfig, OptimizerSettings, StrategySettings, expand_path
 from roll.data.micro_batches import cut_micro_batches, join_results
@@ -224,7 +225,8 @@ class HfStrategy(TrainStrategy):
         folder = expand_path(folder)
         if not (folder / "state.pt").is_file():
             raise ValueError(f"{folder} is not a checkpoint of strategy hf: it holds no state.pt")
-        state = torch.load(folder / "state.pt", map_location=self.device, weights_only=True)
+        with damage_named(folder / "state.pt"):
+            state = torch.load(folder / "state.pt", map_location=self.device, weights_only=True)
         steps = continued_steps(state, settings)
         trained.load_state_dict(state)
         self.steps = steps
