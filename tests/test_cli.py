@@ -112,6 +112,11 @@ def test_the_run_folder(
     }
     for folder, message in in_the_way.items():
         assert message in lines(tmp_path / folder)
+    final = tmp_path / "runs" / name / "final"
+    (tmp_path / "runs" / name).unlink()
+    final.mkdir(parents=True)
+    (final / "thesis.tex").write_text("")
+    assert lines(tmp_path / "runs")[0].startswith(f"name: {final} holds thesis.tex, and is no model")
     # A process of root may write everywhere, so the system's answer is put in its place.
     readonly, asked = tmp_path / "readonly", os.access
     readonly.mkdir()

@@ -1,10 +1,13 @@
-"""Folders that appear only when they are complete, and that one rank makes for all."""
+"""Folders that appear only when they are complete, that one rank makes for all, and that replace only their like."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
+from enum import Enum
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,9 +15,24 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
+CHECKPOINT_FILES = ("state.pt", "common.pt", ".metadata", "metadata.json", "*.distcp")
+"""Files of a checkpoint: of strategy hf the first, of Megatron-Core all others."""
 
-def begin_folder(folder: Path) -> Path:
-    """An empty folder beside `folder` to write into; `finish_folder` puts it in its place."""
+
+class Kind(Enum):
+    """Contents of a folder that is written as a whole. An older folder is replaced if it is of the same kind."""
+
+    MODEL = "model"
+    CHECKPOINT = "checkpoint"
+
+
+def begin_folder(folder: Path, kind: Kind) -> Path:
+    """An empty folder beside `folder` to write into; `finish_folder` puts it in its place.
+
+    Raises:
+        ValueError: `folder` may not be replaced, see `refuse_to_replace`.
+    """
+    refuse_to_replace(folder, kind)
     unfinished = folder.with_name(folder.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -29,6 +47,49 @@ def finish_folder(unfinished: Path, folder: Path) -> None:
         os.replace(folder, replaced)  # Not deleted before the new one is in its place.
     os.replace(unfinished, folder)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def refuse_to_replace(folder: Path, kind: Kind) -> None:
+    """Raise ValueError if writing a `kind` as `folder` would delete anything but an older one.
+
+    Refused are the working directory, the home folder and all folders around them; a file; and a folder with other
+    contents: a model folder has a config.json that names a model, a checkpoint has nothing but its own files.
+    """
+    place = folder.resolve()
+    way_out = "give the name of a new folder"
+    for name, used in (("working directory", Path.cwd()), ("home folder", Path(os.path.expanduser("~")).resolve())):
+        if place == used or place in used.parents:
+            where = "is" if place == used else "lies around"
+            raise ValueError(f"{folder} {where} the {name} {used}, which a {kind.value} would replace: {way_out} in it")
+    if not os.path.lexists(folder):
+        return
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is a file, which a {kind.value} would replace: {way_out}")
+    foreign = _foreign(folder, kind)
+    if foreign:
+        raise ValueError(
+            f"{folder} holds {', '.join(foreign)}, and is no {kind.value} that a new one may replace: {way_out}, or "
+            "move these files elsewhere"
+        )
+
+
+def _foreign(folder: Path, kind: Kind) -> list[str]:
+    """Names of a few files that speak against `folder` being empty or of this kind."""
+    names = sorted(path.name for path in folder.iterdir())
+    if kind is Kind.CHECKPOINT:
+        names = [name for name in names if not any(fnmatch(name, pattern) for pattern in CHECKPOINT_FILES)]
+    elif _names_a_model(folder / "config.json"):
+        names = []
+    return names[:3]
+
+
+def _names_a_model(config: Path) -> bool:
+    """Whether it is the config.json of a model; many other programs have a file of this name."""
+    try:
+        content = json.loads(config.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return False
+    return isinstance(content, dict) and not content.keys().isdisjoint({"model_type", "architectures"})
 
 
 def on_rank_0(act: Callable[[], T]) -> T:

@@ -16,7 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from safetensors import SafetensorError
 
 from roll.checkpoint.companions import refuse_to_delete, write_companions
-from roll.checkpoint.folders import begin_folder, finish_folder, on_rank_0
+from roll.checkpoint.folders import Kind, begin_folder, finish_folder, on_rank_0
 from roll.checkpoint.hf_writer import MAX_SHARD_BYTES, ShardWriter, write_index
 from roll.checkpoint.tensor_sources import TensorSource
 from roll.config import ModelConfig, expand_path
@@ -51,14 +51,14 @@ def save_hf(
     folder that the model came from, as `roll.checkpoint.companions` says; None: it came from none.
 
     Raises:
-        ValueError: `source` lies inside of `folder`, which is replaced.
+        ValueError: `source` lies inside of `folder`, or `folder` holds other things than a model; it is replaced.
         OSError: a file cannot be written, or `source` is not there; on every rank alike.
     """
     folder = expand_path(folder)
     source = None if source is None else expand_path(source)
     refuse_to_delete(source, folder)
     folder = folder.resolve()  # A link to a folder stays one: the folder behind it is replaced.
-    unfinished = on_rank_0(lambda: begin_folder(folder))
+    unfinished = on_rank_0(lambda: begin_folder(folder, Kind.MODEL))
     writer = ShardWriter(unfinished, f"model-stage{state.at.pp:02d}", max_shard_bytes)
     writes = state.at.tp == state.at.cp == state.at.dp == 0
     failure: OSError | None = None

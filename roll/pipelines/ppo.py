@@ -20,7 +20,7 @@ from roll.data.prompts import PromptSampler
 from roll.pipelines.experience import StepMetrics, add_advantages
 from roll.pipelines.prompt_data import PromptData
 from roll.pipelines.roles import Roles, place_roles, ranks_of_roles, start_roles, worker_logs
-from roll.pipelines.sft import FINAL_MODEL
+from roll.pipelines.run_folder import FINAL_MODEL
 from roll.pipelines.tracker import EVALUATION, RunTracker, Sample
 from roll.pipelines.warm_start import find_model, make_model
 from roll.protocol import DataProto

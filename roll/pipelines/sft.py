@@ -30,14 +30,13 @@ from roll.data import (
 from roll.parallel.state import ParallelState, parallel_groups
 from roll.pipelines.model_start import write_untrained_model
 from roll.pipelines.plot import LOSS_PICTURE
+from roll.pipelines.run_folder import FINAL_MODEL
 from roll.pipelines.sft_checkpoint import SFTCheckpoints, step_to_resume
 from roll.pipelines.sft_data import SFTData
 from roll.pipelines.tracker import EVALUATION, RunTracker
 from roll.strategies import MegatronTrainStrategy
 from roll.strategies.tokens import TokenMicroBatch
 
-FINAL_MODEL = "final"
-"""The folder of a run that holds the trained model in Hugging Face layout."""
 UNTRAINED_MODEL = "untrained"
 """The folder of a run that holds the architecture and the tokenizer of a model that starts from random weights."""
 SHOWN_METRICS = ("loss", "eval/loss", "grad_norm", "lr", "real_tokens")

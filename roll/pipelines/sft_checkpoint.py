@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,8 @@ def step_to_resume(config: SFTConfig, dataset: PackedDataset) -> int | None:
     step = int(state["step"])
     if step > config.steps:
         raise ConfigError([Problem("steps", f"{config.steps} is less than the checkpoint's {step}")])
-    differing = list(differences(state["settings"], _settings(config)))
+    # Earlier versions kept more of them. The strategy refuses their checkpoints, and says that they are old.
+    differing = list(differences(_kept(state["settings"]), _settings(config)))
     if differing:
         raise ConfigError([Problem("resume", f"the checkpoint has other settings: {'; '.join(differing)}")])
     try:  # A loader of its own, only to be asked.
@@ -108,4 +110,9 @@ def step_to_resume(config: SFTConfig, dataset: PackedDataset) -> int | None:
 
 
 def _settings(config: SFTConfig) -> dict[str, Any]:
-    return {name: value for name, value in shaping_settings(config).items() if name not in MAY_CHANGE}
+    return _kept(shaping_settings(config))
+
+
+def _kept(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that have to be the same after a checkpoint."""
+    return {name: value for name, value in settings.items() if name not in MAY_CHANGE}

@@ -13,7 +13,8 @@ from rich.console import Console
 from roll.config import ConfigError, PPOConfig, Problem, SFTConfig, load_config
 from roll.data.tasks import ReasoningTask, TaskItem
 from roll.pipelines.local_ranks import run_on_ranks
-from roll.pipelines.sft import FINAL_MODEL, run_sft
+from roll.pipelines.run_folder import FINAL_MODEL
+from roll.pipelines.sft import run_sft
 from roll.pipelines.sft_data import SFTData
 from roll.pipelines.sft_settings import differences, shaping_settings
 

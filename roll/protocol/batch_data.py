@@ -248,7 +248,7 @@ class BatchData:
         return replace(self, batch=batch)
 
     def clone(self) -> Self:
-        """A copy that shares no tensor, array or object with this one. Raises ValueError for objects without end."""
+        """A copy that shares nothing with this one. Raises ValueError for objects that cannot be copied."""
         tensors = {name: value.clone() for name, value in self.tensors.items()}
         objects = {name: joining.own_copy(values, name) for name, values in self.non_tensor_batch.items()}
         return self._with_tensors(tensors, non_tensor_batch=objects)

@@ -66,7 +66,9 @@ class DataProto(BatchRows, BatchFields):
             if not isinstance(piece, DataProto):
                 raise ValueError(f"concat: piece {number} is a {type(piece).__name__}, not a DataProto")
         without = [piece.batch is None for piece in data]
-        if any(without) and not all(without):
+        # Rows of objects alone are joined, whether their batch is empty or none.
+        of_objects = data[0].non_tensor_batch and not any(piece.tensors for piece in data)
+        if any(without) and not all(without) and not of_objects:
             raise ValueError(f"concat: of piece 0 and piece {without.index(not without[0])} one has no batch")
         tensors = joining.concat_tensors([piece.tensors for piece in data])
         objects = joining.concat_arrays([piece.non_tensor_batch for piece in data])

@@ -12,6 +12,7 @@ taken one call at a time (`data[:2]`, `select_idxs`) have them each time: that t
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -24,6 +25,9 @@ from roll.protocol.equality import NotComparable, same_value
 from roll.protocol.metrics import METRICS, PLAIN, joined_metrics, listed_metrics, without_metrics
 
 T = TypeVar("T")
+
+UNCOPYABLE = (TypeError, RuntimeError, AttributeError, copy.Error, pickle.PickleError)
+"""Errors of `copy.deepcopy`: a lock, a generator or a module is a TypeError, a tensor inside a graph a RuntimeError."""
 
 
 def own_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,13 +44,15 @@ def own_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def own_copy(value: Any, what: str) -> Any:
-    """A deep copy. Raises ValueError, which says of `what`, if the value is nested without end."""
+    """A deep copy. Raises ValueError, which says of `what`, if the value has none: a lock, a file, no end."""
     if isinstance(value, PLAIN):
         return value
     try:
         return copy.deepcopy(value)
     except RecursionError:
         raise ValueError(f"{what} cannot be copied: nested too deeply, or an array that contains itself") from None
+    except UNCOPYABLE as error:
+        raise ValueError(f"{what} cannot be copied: {error}") from error
 
 
 def concat_metas(metas: Sequence[Mapping[str, Any]], global_keys: Collection[str] = ()) -> dict[str, Any]:

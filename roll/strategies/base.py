@@ -140,7 +140,11 @@ class TrainStrategy(InferenceStrategy):
 
     @abstractmethod
     def save_checkpoint(self, folder: str | Path) -> None:
-        """Write weights, optimizer and schedule. Collective; the folder appears when it is complete."""
+        """Write weights, optimizer and schedule. Collective; the folder appears when it is complete.
+
+        Raises:
+            ValueError: writing it would delete anything but an older checkpoint; nothing has been written.
+        """
 
     @abstractmethod
     def load_checkpoint(self, folder: str | Path) -> None:
@@ -149,8 +153,16 @@ class TrainStrategy(InferenceStrategy):
         The checkpoint replaces the progress of this strategy: weights, moments, and the steps that optimizer and
         schedule have taken, whatever the strategy did before. The settings of this run hold; a warning names those of
         `optimizer` that were others, old and new.
+
+        Raises:
+            ValueError: it is incomplete or damaged, or of an earlier version or another model; on every rank alike.
+                Nothing has been changed, except where a file of tensors is damaged: weights may be replaced in part.
         """
 
     @abstractmethod
     def save_hf(self, folder: str | Path) -> None:
-        """Write the weights as a Hugging Face folder, with the tokenizer of the folder they came from. Collective."""
+        """Write the weights as a Hugging Face folder, with the tokenizer of the folder they came from. Collective.
+
+        Raises:
+            ValueError: writing it would delete anything but an older model folder; nothing has been written.
+        """

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from roll.checkpoint.companions import refuse_to_delete, write_companions
-from roll.checkpoint.folders import begin_folder, finish_folder
+from roll.checkpoint.folders import Kind, begin_folder, finish_folder
 from roll.checkpoint.hf_writer import ShardWriter, write_index
+from roll.checkpoint.refusals import damage_named
 from roll.checkpoint.tensor_sources import tensor_source
 from roll.config import ModelConfig, OptimizerSettings, StrategySettings, expand_path
 from roll.data.micro_batches import cut_micro_batches, join_results
@@ -131,9 +132,6 @@ class HfStrategy(TrainStrategy):
     def inner_forward_step(self, micro_batch: DataProto) -> PaddedOutput:
         """The model's output for one micro-batch."""
         mask = micro_batch["attention_mask"]
-        if len(mask) == 0:  # transformers' layers cannot reshape it.
-            shape = mask.shape if self.settings.head == "value" else (*mask.shape, self.model_config.vocab_size)
-            return PaddedOutput(torch.zeros(shape, device=self.device), mask.bool())
         inputs = {
             # Padding may hold anything, also ids that no embedding has.
             "input_ids": micro_batch["input_ids"].masked_fill(mask == 0, 0),
@@ -141,7 +139,7 @@ class HfStrategy(TrainStrategy):
             "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
         }
         scaling = self.model_config.rope_scaling
-        if len(mask) == 0:  # transformers cannot run no rows, so one is run, and left out of the output.
+        if len(mask) == 0:  # transformers cannot run no rows: one runs, left out of the output but not of the graph.
             one = {name: tensor.new_ones(1, mask.shape[1]) for name, tensor in inputs.items()}
             return PaddedOutput(self._run(one)[:0], mask.bool())
         if scaling is None or scaling.rope_type != "dynamic":
@@ -226,7 +224,7 @@ class HfStrategy(TrainStrategy):
     def save_checkpoint(self, folder: str | Path) -> None:
         settings, trained = self._training("saves a checkpoint")
         folder = expand_path(folder)
-        unfinished = begin_folder(folder)
+        unfinished = begin_folder(folder, Kind.CHECKPOINT)
         state = trained.state_dict() | {"progress": progress_of(settings, self.steps)}
         torch.save(state, unfinished / "state.pt")
         finish_folder(unfinished, folder)
@@ -236,7 +234,8 @@ class HfStrategy(TrainStrategy):
         folder = expand_path(folder)
         if not (folder / "state.pt").is_file():
             raise ValueError(f"{folder} is not a checkpoint of strategy hf: it holds no state.pt")
-        state = torch.load(folder / "state.pt", map_location=self.device, weights_only=True)
+        with damage_named(folder / "state.pt"):
+            state = torch.load(folder / "state.pt", map_location=self.device, weights_only=True)
         steps = continued_steps(state, settings)
         trained.load_state_dict(state)
         self.steps = steps
@@ -246,7 +245,7 @@ class HfStrategy(TrainStrategy):
         source, folder = self.settings.model_path, expand_path(folder)
         refuse_to_delete(source, folder)
         folder = folder.resolve()
-        unfinished = begin_folder(folder)
+        unfinished = begin_folder(folder, Kind.MODEL)
         writer = ShardWriter(unfinished)
         for name, tensor in as_family_names(self.model_config, dict(self._weights())):
             writer.add(name, tensor)

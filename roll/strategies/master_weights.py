@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from roll.checkpoint.refusals import check_same_model
 from roll.config import OptimizerSettings
 
 
@@ -84,10 +85,7 @@ class MasterWeights:
         """
         theirs = {name: tuple(tensor.shape) for name, tensor in state["weights"].items()}
         ours = {name: tuple(master.shape) for name, master in self.masters.items()}
-        for name in dict.fromkeys([*ours, *theirs]):
-            if ours.get(name) != theirs.get(name):
-                shapes = f"{theirs.get(name)} there, {ours.get(name)} here"
-                raise ValueError(f"the checkpoint is of another model: {name} has shape {shapes}")
+        check_same_model(theirs, ours)
         with torch.no_grad():
             for name, master in self.masters.items():
                 master.copy_(state["weights"][name])

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from roll.checkpoint.hf import save_hf
-from roll.checkpoint.sharded import load_sharded, save_sharded
+from roll.checkpoint.sharded import load_common, load_sharded, save_sharded
 from roll.checkpoint.training_state import restore_training_state, sharded_training_state
 from roll.config import OptimizerSettings, StrategySettings
 from roll.models.families import to_family
@@ -163,9 +163,10 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
         save_sharded(folder, {"tensors": sharded, "adam_steps": steps, "progress": progress})
 
     def load_checkpoint(self, folder: str | Path) -> None:
+        # First, since loading writes into the live weights.
+        steps = continued_steps(load_common(folder), self.optimizer_settings, speaks=self.state.rank == 0)
         sharded, _ = sharded_training_state(self.gpt, self.optimizer, self.state)
         loaded = load_sharded(folder, {"tensors": sharded})
-        steps = continued_steps(loaded, self.optimizer_settings, speaks=self.state.rank == 0)
         restore_training_state(self.gpt, self.optimizer, self.state, loaded["tensors"], loaded["adam_steps"])
         # Megatron-Core's own `load_state_dict` adds to the steps that were taken, and brings the old settings back.
         self.schedule.num_steps = steps

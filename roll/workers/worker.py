@@ -74,7 +74,7 @@ class Worker:
             if inspect.isgenerator(result) or inspect.isasyncgen(result):
                 raise ValueError(f"{method} returned a generator, of which nothing has run: return a list")
             return _kept(result, keep)
-        except Exception as error:  # noqa: BLE001
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
             raise RankError(_account(error), time.time()) from None
 
     def _awaited(self, result: Awaitable[Any]) -> Any:
@@ -169,7 +169,7 @@ def _kept(result: Any, keep: Keep) -> Any:
     return RemoteBatch.leave(result)
 
 
-def _account(error: Exception) -> str:
+def _account(error: BaseException) -> str:
     """The traceback of a role's exception, without the frames between `execute` and the method."""
     report = traceback.TracebackException.from_exception(error)
     between = ("asyncio/runners.py", "asyncio/base_events.py")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from roll.checkpoint.hf import load_weights, save_hf
+from roll.checkpoint.sharded import save_sharded
 from roll.checkpoint.tensor_sources import tensor_source
 from roll.config import ModelConfig, ParallelSettings
 from roll.models.internlm2 import build_internlm2
@@ -127,7 +129,7 @@ def test_a_rank_holds_its_own_part_only(ranks: RankPool, tmp_path: Path) -> None
 
 
 def saves_that_fail(folder: Path, absent: Path, target: Path) -> list[str]:
-    """What this rank is told when the tokenizer's folder is not there, and when the target's parent is a file."""
+    """Errors of this rank: no folder of the tokenizer, a target below a file, a target with foreign files."""
     told = []
     with parallel_groups(ParallelSettings(tp=2)) as state:
         gpt = build_internlm2(TINY, ParallelSettings(tp=2), state, dtype=torch.float32, head="lm")
@@ -136,12 +138,23 @@ def saves_that_fail(folder: Path, absent: Path, target: Path) -> list[str]:
             with pytest.raises(OSError, match=re.escape(str(absent if where == target else where))) as error:
                 save_hf(where, gpt, TINY, state, dtype=torch.float32, source=source)
             told.append(str(error.value))
+        notes = absent.with_name("notes")
+        for refused in (
+            partial(save_hf, notes, gpt, TINY, state, dtype=torch.float32, source=folder),
+            partial(save_sharded, notes, {}),
+        ):
+            with pytest.raises(ValueError, match="notes holds diary, and is no") as refusal:
+                refused()
+            told.append(str(refusal.value))
         save_hf(target, gpt, TINY, state, dtype=torch.float32, source=folder)  # What failed is no obstacle.
     return told
 
 
 def test_what_rank_0_cannot_write_every_rank_is_told(ranks: RankPool, tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "lm", TINY, {})
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "diary").write_text("dear")
     told = ranks.run(saves_that_fail, folder, tmp_path / "absent", tmp_path / "again", world_size=2)
-    assert told[0] == told[1]
+    assert told[0] == told[1] and len(told[0]) == 4
+    assert (tmp_path / "notes" / "diary").read_text() == "dear"
     assert ModelConfig.from_folder(tmp_path / "again") == TINY

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from roll.checkpoint.folders import begin_folder, finish_folder
+from roll.checkpoint.folders import Kind, begin_folder, finish_folder
 from roll.checkpoint.hf_writer import ShardWriter, write_index
 from roll.checkpoint.tensor_sources import HfFolder
 from roll.config import ModelConfig
@@ -111,7 +111,7 @@ def test_file_of_speaks_of_what_is_written(tmp_path: Path) -> None:
 
 def test_a_folder_appears_when_it_is_finished(tmp_path: Path) -> None:
     folder = tmp_path / "deeper" / "weights"
-    unfinished = begin_folder(folder)
+    unfinished = begin_folder(folder, Kind.CHECKPOINT)
     (unfinished / "file").write_text("new")
     assert not folder.exists()
     finish_folder(unfinished, folder)
@@ -122,20 +122,20 @@ def test_a_folder_appears_when_it_is_finished(tmp_path: Path) -> None:
 def test_an_older_folder_is_replaced_whole(tmp_path: Path) -> None:
     folder = tmp_path / "weights"
     folder.mkdir()
-    (folder / "old").write_text("old")
-    unfinished = begin_folder(folder)
-    (unfinished / "new").write_text("new")
-    assert [path.name for path in folder.iterdir()] == ["old"]
+    (folder / "common.pt").write_text("old")
+    unfinished = begin_folder(folder, Kind.CHECKPOINT)
+    (unfinished / "state.pt").write_text("new")
+    assert [path.name for path in folder.iterdir()] == ["common.pt"]
     finish_folder(unfinished, folder)
-    assert [path.name for path in folder.iterdir()] == ["new"]
+    assert [path.name for path in folder.iterdir()] == ["state.pt"]
     assert [path.name for path in tmp_path.iterdir()] == ["weights"]
 
 
 def test_what_an_interrupted_writer_left_is_replaced(tmp_path: Path) -> None:
     folder = tmp_path / "weights"
-    (begin_folder(folder) / "half").write_text("left behind")
+    (begin_folder(folder, Kind.CHECKPOINT) / "half").write_text("left behind")
     assert (tmp_path / "weights.unfinished" / "half").exists()
-    unfinished = begin_folder(folder)
+    unfinished = begin_folder(folder, Kind.CHECKPOINT)
     assert list(unfinished.iterdir()) == []
     finish_folder(unfinished, folder)
     assert list(folder.iterdir()) == []
@@ -144,8 +144,8 @@ def test_what_an_interrupted_writer_left_is_replaced(tmp_path: Path) -> None:
 def test_a_failing_finish_leaves_the_older_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "weights"
     folder.mkdir()
-    (folder / "old").write_text("old")
-    unfinished = begin_folder(folder)
+    (folder / "common.pt").write_text("old")
+    unfinished = begin_folder(folder, Kind.CHECKPOINT)
 
     def refuse(*paths: object) -> None:
         raise OSError("the disk says no")
@@ -153,4 +153,4 @@ def test_a_failing_finish_leaves_the_older_folder(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(OSError, match="the disk says no"):
         finish_folder(unfinished, folder)
-    assert (folder / "old").read_text() == "old"
+    assert (folder / "common.pt").read_text() == "old"

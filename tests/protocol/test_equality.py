@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -176,6 +178,12 @@ def test_what_has_no_end_is_refused_by_name_where_it_cannot_be_copied() -> None:
     for value in (loops("array"), nested(100_000, 0)):
         with pytest.raises(ValueError, match="meta_info deep cannot be copied"):
             DataProto(meta_info={"deep": value})
+    in_a_graph = 2 * torch.ones(1, requires_grad=True)
+    for uncopyable in (threading.Lock(), (number for number in range(3)), [sys], in_a_graph, {"file": sys.__stdout__}):
+        with pytest.raises(ValueError, match=r"meta_info handle cannot be copied: \S"):
+            DataProto(meta_info={"lr": 0.1, "handle": uncopyable})
+        with pytest.raises(ValueError, match=r"objects cannot be copied: \S"):
+            with_objects(uncopyable).clone()
     with pytest.raises(ValueError, match="cannot be pickled: it is nested too deeply"):
         digest(nested(100_000, 0))
     looped = DataProto(meta_info={"loop": loops("list")}).meta_info["loop"]

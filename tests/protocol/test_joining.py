@@ -160,3 +160,18 @@ def test_arrays_and_tensors_in_meta_data_are_compared_by_value() -> None:
     assert len(piece(1.0).union(piece(1.0))) == 1
     with pytest.raises(ValueError, match="meta_info t is"):
         DataProto.concat([piece(1.0), piece(2.0)])
+
+
+def test_rows_of_objects_alone_are_joined_with_an_empty_batch_or_none() -> None:
+    bare, empty = DataProto(non_tensor_batch={"x": ["a"]}), DataProto.from_dict(non_tensors={"x": ["b", "c"]})
+    assert bare.batch is None and empty.batch is not None
+    for pieces in ([bare, empty], [empty, bare], [bare, bare], [empty, empty]):
+        joined = DataProto.concat(pieces)
+        assert len(joined) == sum(map(len, pieces))
+        assert joined["x"].tolist() == [value for piece in pieces for value in piece["x"]]
+    with_tensors = DataProto.from_dict({"y": torch.zeros(1)}, {"x": ["a"]})
+    for pieces in ([bare, with_tensors], [with_tensors, bare, empty]):
+        with pytest.raises(ValueError, match="concat: of piece 0 and piece 1 one has no batch"):
+            DataProto.concat(pieces)
+    with pytest.raises(ValueError, match="y is not in both piece 0 and piece 1"):
+        DataProto.concat([empty, with_tensors])

@@ -127,6 +127,50 @@ def test_metrics_may_hang_on_the_graph(folder: Path, all_warnings: None) -> None
     assert metrics["twice"] == pytest.approx(2 * metrics["loss"])
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_refused_save_leaves_every_file_and_writes_none(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, work = tmp_path / "home", tmp_path / "home" / "work"
+    (tmp_path / "notes" / "deeper").mkdir(parents=True)
+    work.mkdir(parents=True)
+    for name in ("home/diary", "notes/a.txt", "notes/deeper/data.bin", "file"):
+        (tmp_path / name).write_text(name)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(work)
+    model = strategy(folder)
+    before = contents(tmp_path)
+    for where, message in (
+        ("~", "lies around the working directory"),
+        (".", "is the working directory"),
+        (tmp_path / "notes", "notes holds a.txt, deeper, and is no .* give the name of a new folder, or move"),
+        (tmp_path / "file", "file is a file, which a .* would replace"),
+    ):
+        for save in (model.save_hf, model.save_checkpoint):
+            with pytest.raises(ValueError, match=message):
+                save(where)
+    monkeypatch.chdir(tmp_path / "notes")
+    for save in (model.save_hf, model.save_checkpoint):
+        with pytest.raises(ValueError, match="is the home folder"):
+            save("~")
+    with pytest.raises(ValueError, match=r"tiny holds config.json, and is no checkpoint"):
+        model.save_checkpoint(folder)
+    model.save_checkpoint("state")
+    with pytest.raises(ValueError, match=r"state holds state.pt, and is no model"):
+        model.save_hf("state")
+    (tmp_path / "notes" / "state" / "state.pt").unlink()
+    model.save_hf("state")  # An empty folder is free.
+    model.save_hf("state")
+    (tmp_path / "notes" / "state" / "config.json").write_text('{"port": 80}')  # Of another program.
+    with pytest.raises(ValueError, match=r"state holds config.json, model.safetensors, and is no model"):
+        model.save_hf("state")
+    after = contents(tmp_path)
+    assert {name: content for name, content in after.items() if "/state/" not in name} == before
+
+
 def test_without_an_optimizer_there_is_no_checkpoint(folder: Path, tmp_path: Path) -> None:
     model = strategy(folder, optimizer=None)
     with pytest.raises(ValueError, match="hf saves a checkpoint only when `optimizer` is set; got null"):

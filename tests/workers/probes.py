@@ -166,6 +166,12 @@ class Asking(Probe):
         raise HoldsLock("the server is away")
 
     @register(Dispatch.ONE_TO_ALL)
+    async def await_the_cancelled(self) -> None:
+        cancelled = asyncio.ensure_future(self._turns(1000))
+        cancelled.cancel()
+        await cancelled
+
+    @register(Dispatch.ONE_TO_ALL)
     def expression(self) -> Iterator[int]:
         return (number for number in range(3))
 

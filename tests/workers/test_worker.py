@@ -65,6 +65,16 @@ def test_a_method_that_fails_while_it_awaits_tells_its_own_frames() -> None:
     assert lines[-1] == "tests.workers.probes.HoldsLock: the server is away"
 
 
+def test_a_method_that_is_cancelled_has_failed() -> None:
+    """CancelledError is no Exception, so that tasks do not swallow it; a call is no task of anybody."""
+    worker = asking()
+    with pytest.raises(RankError) as raised:
+        worker.execute("await_the_cancelled", "nothing")
+    assert "in await_the_cancelled" in raised.value.traceback
+    assert raised.value.traceback.splitlines()[-1] == "asyncio.exceptions.CancelledError"
+    assert worker.execute("ask", "result", "a") == ["a begins", "a ends"]
+
+
 def test_generators_are_refused() -> None:
     def yields(self: Any) -> Iterator[int]:
         yield 1

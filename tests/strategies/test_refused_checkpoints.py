@@ -1,0 +1,147 @@
+"""Checkpoints that cannot be continued from are refused with a reason, on every rank, and change nothing."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from roll.checkpoint.training_state import sharded_training_state
+from roll.parallel.state import parallel_groups
+from roll.strategies import HfStrategy, MegatronTrainStrategy
+from tests.layouts import name_of
+from tests.rank_pool import RankPool
+from tests.strategies.tiny import TINY, make_batch, settings, weighted_nll, weighted_value_error, write_tiny
+
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [(1, {"name": "hf"}), (1, {}), (2, {"pp": 2})]
+
+
+@contextmanager
+def trained(folder: Path, layout: dict[str, Any]) -> Iterator[Any]:
+    """A strategy after one step."""
+    config = settings(folder, **dict(layout))
+    with nullcontext() if config.name == "hf" else parallel_groups(config.parallel) as state:
+        strategy = HfStrategy(config) if state is None else MegatronTrainStrategy(config, state)
+        strategy.initialize()
+        loss = weighted_nll if config.head == "lm" else weighted_value_error
+        strategy.train_step(make_batch(), partial(loss, strategy))
+        yield strategy
+
+
+def state_of(strategy: Any) -> dict[str, Tensor]:
+    """Weights and moments, copied."""
+    if isinstance(strategy, HfStrategy):
+        assert strategy.trained is not None
+        moments = strategy.trained.adam.state.values()
+        found = dict(strategy.trained.masters) | {f"exp_avg/{n}": m["exp_avg"] for n, m in enumerate(moments)}
+    else:
+        sharded, _ = sharded_training_state(strategy.gpt, strategy.optimizer, strategy.state)
+        found = {name: place.data for name, place in sharded.items()}
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+def save(folder: Path, layout: dict[str, Any], checkpoint: Path) -> None:
+    with trained(folder, layout) as strategy:
+        strategy.train_step(make_batch(seed=1), partial(weighted_nll, strategy))
+        strategy.save_checkpoint(checkpoint)
+
+
+def loads(folder: Path, layout: dict[str, Any], checkpoints: list[Path]) -> list[tuple[str, bool]]:
+    """Message of each refusal, and whether weights and moments are as before."""
+    told = []
+    with trained(folder, layout) as strategy:
+        before = state_of(strategy)
+        for checkpoint in checkpoints:
+            with pytest.raises(ValueError, match=r".") as error:
+                strategy.load_checkpoint(checkpoint)
+            same = all(torch.equal(tensor, before[name]) for name, tensor in state_of(strategy).items())
+            told.append((str(error.value), same))
+    return told
+
+
+def without_progress(file: Path) -> None:
+    content = torch.load(file)
+    del content["progress"]
+    torch.save(content, file)
+
+
+def truncated(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:100])
+
+
+def other_text(file: Path) -> None:
+    file.write_text('{"name": "x"}')
+
+
+DAMAGES: dict[str, list[tuple[Callable[[Path], None], str, str]]] = {
+    "hf": [
+        (without_progress, "state.pt", "of an earlier version"),
+        (truncated, "state.pt", r"state\.pt is damaged"),
+        (other_text, "state.pt", r"state\.pt is damaged"),
+        (Path.unlink, "state.pt", r"holds no state\.pt"),
+    ],
+    "megatron_train": [
+        (without_progress, "common.pt", "of an earlier version"),
+        (truncated, "common.pt", r"common\.pt is damaged"),
+        (other_text, "common.pt", r"common\.pt is damaged"),
+        (Path.unlink, "common.pt", r"is not a complete checkpoint .*: it holds no common\.pt"),
+        (truncated, "metadata.json", r"metadata\.json is damaged"),
+        (other_text, "metadata.json", r"metadata\.json is damaged"),
+        (Path.unlink, "metadata.json", r"it holds no metadata\.json"),
+        (truncated, ".metadata", r"\.metadata is damaged"),
+        (Path.unlink, ".metadata", r"it holds no \.metadata"),
+        (Path.unlink, "__0_0.distcp", "is damaged: its tensors cannot be read"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("world_size", "layout"), LAYOUTS, ids=name_of)
+def test_a_refused_checkpoint_says_why_and_changes_nothing(
+    ranks: RankPool, tmp_path: Path, world_size: int, layout: dict[str, Any]
+) -> None:
+    folder = write_tiny(tmp_path / "tiny")
+    ranks.run(save, folder, layout, tmp_path / "whole", world_size=world_size)
+    damages = DAMAGES[layout.get("name", "megatron_train")]
+    copies = []
+    for number, (damage, file, _) in enumerate(damages):
+        copies.append(Path(shutil.copytree(tmp_path / "whole", tmp_path / f"{number}")))
+        if file == "metadata.json" and damage is truncated:
+            (copies[-1] / file).write_text("{")
+        else:
+            damage(copies[-1] / file)
+    for told in ranks.run(loads, folder, layout, [tmp_path / "absent", *copies], world_size=world_size):
+        assert told[0][1]
+        for (message, same), (_, file, expected) in zip(told[1:], damages, strict=True):
+            assert re.search(expected, message), f"{file}: {message}"
+            # Tensors are read into the weights, so a file of theirs that is found damaged comes too late.
+            assert same or file == "__0_0.distcp", file
+
+
+@pytest.mark.parametrize(("world_size", "layout"), LAYOUTS, ids=name_of)
+def test_a_checkpoint_of_another_model(
+    ranks: RankPool, tmp_path: Path, world_size: int, layout: dict[str, Any]
+) -> None:
+    """In pipeline parallelism the difference may be on one stage only; every rank hears of it."""
+    models = {"wide": {"intermediate_size": 96}, "deep": {"num_hidden_layers": 6}, "lm": {}}
+    for name, changes in models.items():
+        folder = write_tiny(tmp_path / name, TINY.model_copy(update=changes))
+        ranks.run(save, folder, layout, tmp_path / f"{name}-saved", world_size=world_size)
+    saved = [tmp_path / f"{name}-saved" for name in models]
+    critic = layout | {"head": "value"}
+    for told in ranks.run(loads, tmp_path / "lm", layout, saved[:2], world_size=world_size):
+        wide, deep = told
+        assert re.search(r"another model: \S+ has shape \(96, 48\) there, \(80, 48\) here", wide[0]), wide
+        assert re.search(r"another model: \S+\.layers\.4\.\S+ has shape \(.*\) there, None here", deep[0]), deep
+        assert wide[1] and deep[1]
+    for told in ranks.run(loads, tmp_path / "lm", critic, saved[2:], world_size=world_size):
+        ((message, same),) = told
+        assert re.search(r"another model: \S*v_head\.weight has shape None there, \(1, 48\) here", message)
+        assert same
