@@ -156,6 +156,7 @@ def test_a_dead_cluster_is_known_before_the_warm_start(
     from tests.workers.test_connection import closed_port
 
     address = closed_port()
+    monkeypatch.setattr("ray.is_initialized", lambda: False)  # The Ray of other tests in this process is none of ours.
     monkeypatch.setenv("RAY_ADDRESS", address)
     (line,) = refused(monkeypatch, capsys, "run_ppo.py", "--config", PPO, f"output_dir={tmp_path}", *SMALL)
     assert line.startswith(f"RAY_ADDRESS: no Ray cluster answers at '{address}'")
@@ -165,7 +166,7 @@ def test_a_dead_cluster_is_known_before_the_warm_start(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--mode", "isp", "--tp", "2"], "tp: 2 has no meaning in mode isp"),
+        (["--mode", "isp", "--tp", "2"], "tp: mode isp keeps it at 1, got 2"),
         (["--tp", "3"], "parallel.tp: 3 does not divide the model's num_attention_heads 8"),
         (["--seq-len", "0"], "--seq-len: must be at least 1, got 0"),
         (["--micro-bsz", "-1"], "--micro-bsz: must be at least 1, got -1"),

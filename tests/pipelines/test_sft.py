@@ -155,8 +155,10 @@ def test_every_split_of_the_model_is_the_run_of_one_process(ranks: RankPool, tmp
         assert len(ours) == len(theirs) == 4
         for record, expected in zip(ours, theirs, strict=True):
             assert record == pytest.approx(expected, rel=2e-5), title
-    labels = [record["labels"] for record in records(tmp_path / "packed")[1:]]
-    assert labels[0] < labels[1] == labels[2], "the batch grew once, from 4 packs to 8"
+    # Two rows of 32 tokens are a pack, and few of the tokens are no labels: their number tells 4 packs from 8.
+    first, *later = [record["labels"] for record in records(tmp_path / "packed")[1:]]
+    assert 4 * 28 <= first // 2 <= 4 * 32, "4 packs of two rows"
+    assert all(8 * 28 <= labels // 2 <= 8 * 32 for labels in later), "the batch grew once, to 8"
 
 
 @pytest.mark.slow
