@@ -138,7 +138,7 @@ def test_an_answer_that_is_no_response_is_refused() -> None:
 def test_a_tokenizer_without_an_end_is_refused() -> None:
     no_eos = build_char_tokenizer("1")
     no_eos.eos_token = None
-    with pytest.raises(ValueError, match="no eos_token"):
+    with pytest.raises(ValueError, match=r"no eos_token, .*: name one in its tokenizer_config\.json"):
         TaskAnswers([item("1", "1")], no_eos, 2)
 
 
