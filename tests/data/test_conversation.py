@@ -82,6 +82,74 @@ def learned(encoded: EncodedText, tokenizer: PreTrainedTokenizerFast) -> tuple[s
     return tokenizer.decode(encoded.ids), [tokenizer.decode(run) for run in runs if run]
 
 
+# As Qwen3's: the empty thought is written in front of the last answer alone.
+THOUGHTFUL = (
+    "{% for m in messages %}<{{ m['role'] }}>{% if m['role'] == 'assistant' and loop.last %}"
+    "{{ '<think>\n\n</think>\n' }}{% endif %}{{ m['content'] }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# As DeepSeek-R1's: a model is asked to begin with a thought, which the history does not hold.
+REASONING = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'].split('</think>')[-1] }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant><think>\n' }}{% endif %}"
+)
+END_ONCE = (
+    "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% else %}{{ eos_token }}{% endif %}"
+)
+# Closes the last turn with another token, which begins as the next turn does.
+LAST_IS_OTHER = (
+    "{% for m in messages %}<bos>{{ m['role'] }}:{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<bos>assistant:{% else %}<pad>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "first", "last"),
+    [
+        (THOUGHTFUL, "23<eos>", "<think>\n\n</think>\n45<eos>"),
+        (REASONING, "23<eos>", "45<eos>"),
+        (END_ONCE, "23\n", "45\n<eos>"),
+        (LAST_IS_OTHER, "23", "45<pad>"),
+    ],
+)
+def test_answers_are_found_where_earlier_turns_are_written_differently(template: str, first: str, last: str) -> None:
+    tokenizer = chat_tokenizer(template)
+    questions = [{"role": "user", "content": "1"}, {"role": "user", "content": "2"}]
+    replies = [{"role": "assistant", "content": "23"}, {"role": "assistant", "content": "45"}]
+    whole = [questions[0], replies[0], questions[1], replies[1]]
+    encoded = encode_messages(whole, tokenizer, "here")
+    assert encoded.ids == tokenizer.apply_chat_template(whole, return_dict=False)
+    assert learned(encoded, tokenizer)[1] == [first, last]
+    assert learned(encode_messages([questions[1], replies[1]], tokenizer, "here"), tokenizer)[1] == [last]
+
+
+def test_a_thought_is_learned_where_the_template_writes_it() -> None:
+    tokenizer = chat_tokenizer(REASONING)
+    reply = {"role": "assistant", "content": "<think>7</think>8"}
+    messages = [USER, reply, USER, reply]
+    assert learned(encode_messages(messages, tokenizer, "here"), tokenizer)[1] == ["8<eos>", "8<eos>"]
+    tokenizer.chat_template = REASONING.replace(".split('</think>')[-1]", "")
+    reply["content"] = "<think>\n7</think>8"
+    # The model is given the beginning of the thought.
+    assert learned(encode_messages(messages, tokenizer, "here"), tokenizer)[1] == ["7</think>8<eos>"] * 2
+
+
+@pytest.mark.parametrize("space", ["", "\n"])
+def test_generation_blocks_are_encoded_as_every_answer(space: str) -> None:
+    tokenizer = chat_tokenizer(
+        "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        f"{{{{ eos_token }}}}{space}{{% endgeneration %}}{{% else %}}{{{{ m.content }}}}{{% endif %}}{{% endfor %}}"
+    )
+    for split in (False, True):
+        tokenizer.split_special_tokens = split
+        ids, in_loss = encode_messages([USER, REPLY, USER, REPLY], tokenizer, "here")
+        expected = [*tokenizer.encode("2"), tokenizer.eos_token_id, *tokenizer.encode(space)] * 2
+        assert [token for token, is_learned in zip(ids, in_loss, strict=True) if is_learned] == expected
+    with pytest.raises(ValueError, match="here holds text that the tokenizer does not know: 'é'"):
+        encode_messages([USER, {"role": "assistant", "content": "2é"}], tokenizer, "here")
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_tokens_are_those_of_the_whole_text(kind: str, template: str) -> None:
@@ -259,10 +327,17 @@ def test_a_template_that_raises_names_the_row(template: str, message: str) -> No
 def test_templates_and_tokenizers_that_are_refused() -> None:
     forgetful = chat_tokenizer(FORGETFUL)
     assert learned(encode_messages([USER, REPLY], forgetful, "here"), forgetful)[1] == ["2;"]
-    with pytest.raises(ValueError, match="here: the chat template does not write the answer of message 4 behind"):
-        encode_messages([USER, REPLY, USER, REPLY], forgetful, "here")
-    with pytest.raises(ValueError, match="here: the chat template writes earlier answers differently"):
-        encode_messages([USER, REPLY, USER], forgetful, "here")
+    for later in ([USER, REPLY], [USER]):
+        with pytest.raises(ValueError, match="here: the chat template does not write the answer of message 2 into the"):
+            encode_messages([USER, REPLY, *later], forgetful, "here")
+    several = chat_tokenizer()
+    several.chat_template = {"tool_use": CHATML, "rag": CHATML}
+    with pytest.raises(
+        ValueError, match="here: the tokenizer has no chat template called 'default': it has 'tool_use', 'rag'"
+    ):
+        encode_messages([USER, REPLY], several, "here")
+    several.chat_template = {"default": CHATML, "rag": "{{ 1 }}"}
+    assert learned(encode_messages([USER, REPLY], several, "here"), several)[1] == ["2<eos>"]
     with pytest.raises(ValueError, match="here: messages need a chat template, and the tokenizer has none"):
         encode_messages([USER, REPLY], build_char_tokenizer(), "here")
     no_end = build_char_tokenizer()

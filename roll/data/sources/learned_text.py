@@ -112,8 +112,9 @@ def _with_whole_end_tokens(
 ) -> tuple[list[int], list[Span]]:
     """The end token behind each answer as one token, for tokenizers that read no special tokens out of a text."""
     end = tokenizer.eos_token
-    for _, stop in reversed(text.learned):
-        if not end or not text.text.endswith(end, 0, stop):
+    for first_learned, last_learned in reversed(text.learned):
+        stop = first_learned + len(text.text[first_learned:last_learned].rstrip())  # White space may follow it.
+        if not end or not text.text.endswith(end, first_learned, stop):
             continue
         start = stop - len(end)
         places = [place for place, (first, last) in enumerate(offsets) if first < stop and last > start]
