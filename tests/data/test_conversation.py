@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from roll.data.sources.conversation import encode_conversations, encode_messages, encode_response
 from roll.data.sources.learned_text import EncodedText
-from roll.data.tokenizer import build_char_tokenizer
+from roll.data.tokenizer import build_char_tokenizer, check_characters
 from tests.data.tokenizer_kinds import KINDS, byte_level_bpe, sentencepiece_bpe, unigram, word_level
 
 CHATML = (
@@ -349,6 +349,42 @@ def test_templates_and_tokenizers_that_are_refused() -> None:
         slow.chat_template = template
         with pytest.raises(ValueError, match="ByT5Tokenizer gives no offsets"):
             encode_response("1", "2", slow, "here")
+
+
+def without_unknown(alphabet: str, *, spaces: bool = False) -> PreTrainedTokenizerFast:
+    """BPE of single characters, which leaves out every other one."""
+    backend = Tokenizer(BPE({one: index for index, one in enumerate(alphabet)}, []))
+    if spaces:
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", bos_token="<s>")
+
+
+def test_text_that_a_tokenizer_leaves_out_is_refused() -> None:
+    digits, words = without_unknown("0123456789+= "), without_unknown("▁thecab\n", spaces=True)
+    assert encode_response("1 + 2=", "3", digits, "here").in_loss == [False] * 6 + [True, True]
+    with pytest.raises(ValueError, match="here holds text that the tokenizer does not know: 'é'"):
+        encode_response("1 + 2=", "3é", digits, "here")
+    # The offsets of what stands behind the lost character are another's; white space hides that at the end.
+    for prompt, response in (("the é cat ", "the cat"), ("the cat ", "the é\n"), ("é \n", "cat")):
+        with pytest.raises(ValueError, match=r"here holds text that the tokenizer does not know: 'é'$"):
+            encode_response(prompt, response, words, "here")
+    words.chat_template = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    question = {"role": "user", "content": "a cat"}
+    tokens = encode_messages([question, {"role": "assistant", "content": "the"}], words, "here")
+    assert learned(tokens, words)[1][0].replace("▁", "").replace(" ", "") == "the</s>"
+    with pytest.raises(ValueError, match=r"here holds text that the tokenizer does not know: '\['$"):
+        encode_messages([question, {"role": "assistant", "content": "the["}], words, "here")
+    with pytest.raises(ValueError, match="prompts hold characters that the tokenizer does not know: 'é'"):
+        check_characters(["1é"], digits, what="prompts")
+
+
+def test_text_that_no_offset_covers_is_refused() -> None:
+    tokenizer = word_level()
+    split = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split("!", behavior="removed")])
+    tokenizer.backend_tokenizer.pre_tokenizer = split
+    assert encode_response("what ", "cat", tokenizer, "here").in_loss == [False, True, True]
+    with pytest.raises(ValueError, match="here holds text that the tokenizer does not know: '!'"):
+        encode_response("what ", "cat!", tokenizer, "here")
 
 
 def test_unknown_text_is_named_as_it_stands() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from roll.data.special_tokens import front_tokens, with_front
@@ -57,8 +58,8 @@ def check_offsets(tokenizer: PreTrainedTokenizerBase) -> None:
 def encode_learned(texts: Sequence[LearnedText], tokenizer: PreTrainedTokenizerBase) -> list[EncodedText]:
     """Tokens of each text. An end token that closes an answer is one token, whatever the tokenizer makes of its text.
 
-    Raises ValueError for a tokenizer without offsets, and, beginning with the text's origin, for characters that the
-    tokenizer does not know and an end token that shares a token with other text.
+    Raises ValueError for a tokenizer without offsets, and, beginning with the text's origin, for text that the
+    tokenizer does not know or loses, offsets that run backwards, and an end token that shares a token with other text.
     """
     check_offsets(tokenizer)
     if not texts:
@@ -80,6 +81,10 @@ def encode_learned(texts: Sequence[LearnedText], tokenizer: PreTrainedTokenizerB
 def _encoded(
     text: LearnedText, ids: list[int], offsets: list[Span], tokenizer: PreTrainedTokenizerBase, front: list[int]
 ) -> EncodedText:
+    if any(
+        later < earlier for before, after in pairwise(offsets) for earlier, later in zip(before, after, strict=True)
+    ):
+        raise ValueError(f"{text.origin}: the tokenizer's offsets run backwards, so they do not tell what is learned")
     if text.from_template:
         ids, offsets = _with_whole_end_tokens(text, ids, offsets, tokenizer)
     unknown = unknown_pieces(text.text, ids, offsets, tokenizer)
