@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
@@ -193,6 +193,24 @@ def test_transformers_mask_agrees_where_the_template_has_one() -> None:
             tokenizer.chat_template = template
             encoded.append(encode_messages(CONVERSATIONS["system, two turns"][0], tokenizer, "here"))
         assert encoded[0] == encoded[1], kind
+
+
+def test_trimmed_offsets_learn_the_same_tokens() -> None:
+    """`ByteLevel()` takes white space off the offsets unless told otherwise; a token of a space has none left."""
+    plain, trimmed = byte_level_bpe(), byte_level_bpe()
+    trimmed.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    spaced = ([QUESTION, {"role": "assistant", "content": "  1  cat  "}, THANKS, ANSWER], [])
+    for template in TEMPLATES.values():
+        plain.chat_template = trimmed.chat_template = template
+        for messages, _ in (*CONVERSATIONS.values(), spaced):
+            assert encode_messages(messages, trimmed, "here") == encode_messages(messages, plain, "here")
+    empty = [span for span in trimmed(" 1  cat ", return_offsets_mapping=True)["offset_mapping"] if span[0] == span[1]]
+    assert len(empty) == 2
+    trimmed.chat_template = None
+    # "1", " " and " 1": the space behind the prompt's end is a token of the prompt.
+    assert encode_response("1 ", "cat", trimmed, "here").in_loss == [False, True, True]
+    assert encode_response("1 ", " 1", trimmed, "here").in_loss == [False, False, True, True]
+    assert encode_response("1", "  1", trimmed, "here").in_loss == [False, True, True, True]
 
 
 def test_many_rows_are_encoded_as_each_alone() -> None:

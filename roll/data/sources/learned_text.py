@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]
 """First character, and the one behind the last."""
+BYTE_LEVEL_SPACE = "Ġ"
+"""A space as byte-level vocabularies write it."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,8 @@ def encode_learned(texts: Sequence[LearnedText], tokenizer: PreTrainedTokenizerB
 def _encoded(
     text: LearnedText, ids: list[int], offsets: list[Span], tokenizer: PreTrainedTokenizerBase, front: list[int]
 ) -> EncodedText:
-    if any(
-        later < earlier for before, after in pairwise(offsets) for earlier, later in zip(before, after, strict=True)
-    ):
+    offsets = _with_trimmed_space(ids, offsets, tokenizer)
+    if any(after[0] < before[0] or after[1] < before[1] for before, after in pairwise(offsets)):
         raise ValueError(f"{text.origin}: the tokenizer's offsets run backwards, so they do not tell what is learned")
     if text.from_template:
         ids, offsets = _with_whole_end_tokens(text, ids, offsets, tokenizer)
@@ -99,6 +100,20 @@ def _encoded(
     if not (ids and ids[-1] == end and in_loss[-1]):
         whole, in_loss = [*whole, end], [*in_loss, True]
     return EncodedText(whole, in_loss)
+
+
+def _with_trimmed_space(ids: Sequence[int], offsets: Sequence[Span], tokenizer: PreTrainedTokenizerBase) -> list[Span]:
+    """Offsets with the white space that a byte-level tokenizer takes off in front of a token (`trim_offsets`).
+
+    The offset of a token that is no more than a space is empty, and lies behind the space.
+    """
+    filled, done = [], 0
+    for token, (start, stop) in zip(ids, offsets, strict=True):
+        if start > done and (start == stop or tokenizer.convert_ids_to_tokens(token).startswith(BYTE_LEVEL_SPACE)):
+            start = done
+        filled.append((start, stop))
+        done = max(done, stop)
+    return filled
 
 
 def _overlapping(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
