@@ -10,8 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
-from transformers import ByT5Tokenizer
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from roll.data.prompts import PromptSampler, encode_answers, encode_prompts, prompt_ids
 from roll.data.sources.task_answers import TaskAnswers
@@ -83,6 +85,19 @@ def test_what_a_tokenizer_puts_behind_a_text_is_no_part_of_a_prompt() -> None:
     )
     assert prompt_ids([item("1=")], both_ends, 100) == [[1, 5, 17]]
     assert TaskAnswers([item("1=", "1")], both_ends, max_prompt_tokens=4)[0].ids.tolist() == [1, 5, 17, 5, 2]
+
+
+def test_a_tokenizer_that_reads_no_letter_has_its_begin_token_too() -> None:
+    vocabulary = {one: index for index, one in enumerate(("<s>", "</s>", *"0123456789+="))}
+    backend = Tokenizer(BPE(vocabulary, []))
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    assert tokenizer.encode("a") == [0]
+    assert prompt_ids([item("1+=")], tokenizer, 100) == [[0, 3, 12, 13]]
+    assert encode_answers([item("1=", "2")], tokenizer)[0] == ([0, 3, 13, 4, 1], [False, False, False, True, True])
+    empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE({"<s>": 0}, [])), bos_token="<s>")
+    with pytest.raises(ValueError, match="reads no text, not even that of its own tokens"):
+        prompt_ids([], empty, 100)
 
 
 def test_words_may_be_known_where_their_characters_are_not() -> None:
