@@ -51,7 +51,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokeni
     except (OSError, ValueError) as error:
         # transformers does without the code only for some families, such as InternLM2 and Qwen2.
         if code and not trust_remote_code:
-            refused = _code_is_needed(folder, code)
+            refused: str | None = _code_is_needed(folder, code)
         else:  # An OSError of the folder's code is about a file of it.
             refused = None if code and isinstance(error, OSError) else _package_is_needed(folder)
         raise ValueError(refused or f"{folder} has no usable tokenizer: {error}") from error
