@@ -24,6 +24,7 @@ MAY_NAME_A_DEVICE: dict[str, str] = {}
 MAY_CATCH_EVERYTHING: dict[str, str] = {
     "roll/data/tasks.py": "the user's reward function",
     "roll/parallel/sequence/model_loss.py": "the user's loss function, for the ranks that wait for it",
+    "roll/data/tokenizer_folder.py": "the tokenizers library, whose errors have no narrower type",
     "roll/protocol/broadcast.py": "whatever keeps an object from being pickled, for the ranks that wait for it",
     "roll/protocol/delivery.py": "whatever keeps a leader from sending, for the ranks that wait for it",
     "roll/protocol/delivery_messages.py": "whatever is wrong with a batch, for the ranks that wait for it",

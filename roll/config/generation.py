@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from roll.config.hf_config import stated_token_ids
 from roll.config.problems import ConfigError, Problem
 
 
 def end_token_ids_in(folder: Path) -> tuple[int, ...]:
     """`eos_token_id` of generation_config.json and of config.json in `folder`, each id once; a file may be missing.
+
+    An id of -1 is how older files write that there is none.
 
     Raises ConfigError naming the file for one that is no JSON object, or whose `eos_token_id` is neither an id nor a
     list of ids.
@@ -23,7 +26,8 @@ def end_token_ids_in(folder: Path) -> tuple[int, ...]:
         except (OSError, ValueError) as error:
             raise ConfigError([Problem(str(file), f"cannot be read: {error}")]) from error
         named = content.get("eos_token_id") if isinstance(content, dict) else content
-        ids = [] if named is None else named if isinstance(named, list) else [named]
+        stated = stated_token_ids(named)
+        ids = [] if stated is None else stated if isinstance(stated, list) else [stated]
         if not isinstance(content, dict) or any(type(one) is not int or one < 0 for one in ids):
             raise ConfigError([Problem(str(file), f"eos_token_id must be an id or a list of ids, got {named!r}")])
         found |= dict.fromkeys(ids)

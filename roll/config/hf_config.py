@@ -77,13 +77,14 @@ def stated_values(data: Mapping[str, Any], names: Iterable[str]) -> dict[str, An
     stated = {name: data[name] for name in names if data.get(name) is not None or (name in TOKEN_IDS and name in data)}
     for name, value in stated.items():
         if name in TOKEN_IDS:
-            stated[name] = _token_id(value)
+            stated[name] = stated_token_ids(value)
         elif name in FRACTIONS:
             stated[name] = _number(value)
     return stated
 
 
-def _token_id(value: Any) -> Any:
+def stated_token_ids(value: Any) -> Any:
+    """A token id or a list of ids without each -1, which is how older files write "none"; None if no id is left."""
     if isinstance(value, list):
         return [token_id for token_id in value if token_id != NO_TOKEN] or None
     return None if value == NO_TOKEN else value

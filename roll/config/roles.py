@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, PositiveFloat, PositiveInt, Strict
+from pydantic import AfterValidator, BeforeValidator, PositiveFloat, PositiveInt, Strict
 
 from roll.config.micro_batch import MicroBatchSettings
 from roll.config.optimizer import OptimizerSettings
@@ -46,6 +46,11 @@ class ReferenceSettings(ModelRoleSettings):
     """The strategy that runs the model; the reference is never trained."""
 
 
+def _as_list(value: object) -> object:
+    """A single token as a list of one; anything else as it is, for the setting's type to judge."""
+    return [value] if type(value) in (str, int) else value
+
+
 class RolloutSettings(Settings):
     """Generation of responses. Each rank holds a whole copy of the actor's weights."""
 
@@ -55,9 +60,9 @@ class RolloutSettings(Settings):
     """What generates: transformers, one process per rank."""
     max_new_tokens: PositiveInt
     """Longest response in tokens, the end token included."""
-    end_tokens: Annotated[tuple[int | str, ...], Strict(False)] | None = None
-    """Tokens that end a response, as text or as ids, such as ["<|im_end|>", 5]; null: the end tokens of
-    generation_config.json, config.json and tokenizer together."""
+    end_tokens: Annotated[tuple[int | str, ...] | None, Strict(False), BeforeValidator(_as_list)] = None
+    """Tokens that end a response, as text or as ids, such as ["<|im_end|>", 5], or a single one; null: the end
+    tokens of generation_config.json, config.json and tokenizer together."""
     batch_size: PositiveInt | None = None
     """Rows per generate call; null: all rows of the rank at once."""
     weight_bucket_mb: PositiveFloat = 64

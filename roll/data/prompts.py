@@ -64,7 +64,10 @@ def encode_answers(
     Prompt and answer are tokenized as one text. Raises ValueError for an item without an answer, one that is longer
     than `max_new_tokens` with its end token, or not in the tokenizer's alphabet, and for a tokenizer without offsets.
     """
-    _token_id(tokenizer, "eos_token")
+    if items and tokenizer.eos_token_id is None:
+        raise ValueError(
+            "the tokenizer has no eos_token, which ends an answer to learn: name one in its tokenizer_config.json"
+        )
     texts, answers = [], []
     for index, item in enumerate(items):
         if item.answer is None:
@@ -133,13 +136,6 @@ class PromptSampler:
     def _shuffle(self, epoch: int) -> list[int]:
         order: list[int] = np.random.default_rng([self.seed, epoch]).permutation(self.num_items).tolist()
         return order
-
-
-def _token_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
-    token_id: int | None = getattr(tokenizer, f"{name}_id")
-    if token_id is None:
-        raise ValueError(f"the tokenizer has no {name}")
-    return token_id
 
 
 def _matrix(rows: list[list[int]], width: int) -> torch.Tensor:

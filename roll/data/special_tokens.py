@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,13 +14,30 @@ def front_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Ids that the tokenizer puts in front of every text, such as `<s>`.
 
     Ids that it puts behind a text (T5's `</s>`) are left out: a prompt that ends so cannot be continued.
+
+    Raises ValueError for a tokenizer that reads no text, or reads it as other tokens beside special ones.
     """
-    bare = tokenizer.encode("a", add_special_tokens=False)
-    whole = tokenizer.encode("a")
+    text, bare = _readable(tokenizer)
+    whole = tokenizer.encode(text)
     for start in range(len(whole) - len(bare) + 1):
         if whole[start : start + len(bare)] == bare:
             return list(whole[:start])
     raise ValueError(f"{type(tokenizer).__name__} reads a text as other tokens once it adds special ones to it")
+
+
+def _readable(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
+    """A text, and the ids that it is read as: a letter, or what a token is called where letters give no id."""
+    special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+    for text in chain("a", _texts_of_tokens(tokenizer)):
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        if ids and not special.intersection(ids):
+            return text, ids
+    raise ValueError(f"{type(tokenizer).__name__} reads no text, not even that of its own tokens")
+
+
+def _texts_of_tokens(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    vocabulary = tokenizer.get_vocab()
+    yield from sorted(vocabulary, key=vocabulary.__getitem__)
 
 
 def with_front(ids: list[int], front: list[int]) -> list[int]:

@@ -17,6 +17,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from roll.data.lost_text import lost_pieces
+
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 
 # 92 characters, which makes 96 tokens: divisible by every tensor parallel degree of a small model. They hold words and
@@ -57,17 +59,18 @@ def build_char_tokenizer(alphabet: str | None = None) -> PreTrainedTokenizerFast
 
 
 def unknown_characters(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The characters (or words, if it has words) of `texts` that the tokenizer reads as its unknown token, sorted.
-
-    Empty for a tokenizer without an unknown token (byte-level vocabularies read everything).
+    """The characters (or words, if it has words) of `texts` that the tokenizer reads as its unknown token or leaves
+    out, sorted. Empty for byte-level vocabularies, which read everything.
     """
     unknown, texts = tokenizer.unk_token_id, list(texts)
-    if unknown is None or not texts:
+    if not texts:
         return []
     if tokenizer.is_fast:
         batch = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         found = zip(texts, batch["input_ids"], batch["offset_mapping"], strict=True)
         return sorted(set().union(*(unknown_pieces(text, ids, spans, tokenizer) for text, ids, spans in found)))
+    if unknown is None:
+        return []
     unread = [text for text in texts if unknown in tokenizer.encode(text, add_special_tokens=False)]
     characters = sorted(set().union(*unread))
     return [character for character in characters if unknown in tokenizer.encode(character, add_special_tokens=False)]
@@ -76,12 +79,12 @@ def unknown_characters(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase)
 def unknown_pieces(
     text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]], tokenizer: PreTrainedTokenizerBase
 ) -> set[str]:
-    """The pieces of a text that became the unknown token, but for that token's own text, as a template writes it."""
-    unknown = tokenizer.unk_token_id
+    """The pieces of a text that became the unknown token, but for that token's own text, or no token at all."""
+    unknown, lost = tokenizer.unk_token_id, lost_pieces(text, ids, offsets, tokenizer)
     if unknown is None or unknown not in ids:
-        return set()
+        return lost
     pieces = {text[slice(*span)] for token, span in zip(ids, offsets, strict=True) if token == unknown}
-    return pieces - {tokenizer.unk_token}
+    return lost | pieces - {tokenizer.unk_token}
 
 
 def check_characters(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, *, what: str) -> None:
@@ -94,17 +97,12 @@ def check_characters(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, *
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The id that fills up rows: the pad token's, or the end token's where there is no pad token (Llama's has none).
 
-    Any id serves: masks say which tokens are real, and nothing depends on what stands at the others.
-
-    Raises:
-        ValueError: the tokenizer has neither; names its folder.
+    With neither it is 0. Any id serves: masks say which tokens are real, and nothing depends on what stands elsewhere.
     """
     for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token_id is not None:
             return int(token_id)
-    folder = tokenizer.name_or_path or "without a folder"
-    way_out = "name an eos_token in its tokenizer_config.json"
-    raise ValueError(f"the tokenizer {folder} has neither a pad_token nor an eos_token: {way_out}")
+    return 0
 
 
 def _quoted(characters: list[str]) -> str:

@@ -6,10 +6,12 @@ transformers asks at the terminal whether code of a folder may run, unless it is
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -33,7 +35,9 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokeni
     """
     settings = _read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     code = _code_of(settings)
-    if not (code and trust_remote_code):
+    if code and trust_remote_code:
+        _check_code(folder, code)
+    else:
         _check_files(folder, code)
         if (folder / WHOLE).is_file() and settings.get("tokenizer_class") in WITHOUT_A_CLASS:
             # AutoTokenizer would take the class of the model's family, and Qwen2's splits words in its own way.
@@ -46,7 +50,10 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokeni
         raise ValueError(f"{folder} has no usable tokenizer: {error}") from error
     except (OSError, ValueError) as error:
         # transformers does without the code only for some families, such as InternLM2 and Qwen2.
-        refused = _code_is_needed(folder, code) if code and not trust_remote_code else _package_is_needed(folder)
+        if code and not trust_remote_code:
+            refused: str | None = _code_is_needed(folder, code)
+        else:  # An OSError of the folder's code is about a file of it.
+            refused = None if code and isinstance(error, OSError) else _package_is_needed(folder)
         raise ValueError(refused or f"{folder} has no usable tokenizer: {error}") from error
     return tokenizer
 
@@ -54,7 +61,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokeni
 def _check_files(folder: Path, code: str | None) -> None:
     """Raise ValueError unless the files are there that a tokenizer of transformers' own is made from."""
     if (folder / WHOLE).is_file():
-        _read_json(folder / WHOLE)  # The error of the tokenizers library on a damaged file has no type of its own.
+        _check_whole(folder / WHOLE)
         return
     if code is not None:
         raise ValueError(_code_is_needed(folder, code))
@@ -62,6 +69,29 @@ def _check_files(folder: Path, code: str | None) -> None:
         raise ValueError(f"{folder} has no tokenizer: none of {', '.join(VOCABULARIES)}")
     if missing := _package_is_needed(folder):
         raise ValueError(missing)
+
+
+def _check_whole(file: Path) -> None:
+    """Raise ValueError unless `file` is a tokenizer that the installed tokenizers library reads."""
+    content = _read_json(file)
+    if not isinstance(content.get("added_tokens"), list) or not isinstance(content.get("model"), dict):
+        raise ValueError(f"{file} is no tokenizer: it must have a list added_tokens and an object model")
+    try:
+        Tokenizer.from_file(str(file))
+    except Exception as error:  # the library's own is of no narrower type
+        if type(error) is not Exception:
+            raise
+        raise ValueError(
+            f"{file} cannot be read by tokenizers {version('tokenizers')}: {error}; if a newer version wrote it, "
+            "install that one"
+        ) from error
+
+
+def _check_code(folder: Path, code: str) -> None:
+    """Raise ValueError if a class's file is missing in the folder; that of `repository--module.Class` is elsewhere."""
+    file = folder / f"{code.rpartition('.')[0]}.py"
+    if "--" not in code and not file.is_file():
+        raise ValueError(f"{folder} has no usable tokenizer: {CONFIG} names its code {code}, and there is no {file}")
 
 
 def _package_is_needed(folder: Path) -> str | None:

@@ -17,19 +17,25 @@ SETTING = "rollout.end_tokens"
 def end_token_ids(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Ids of `rollout.end_tokens`; where it is null, those that the model's folder and the tokenizer name.
 
-    Raises ConfigError for a token that the tokenizer does not have, and a folder's file that cannot be read.
+    Raises ConfigError for a token that the tokenizer does not have, a folder's file that cannot be read, and where
+    nothing names an end token.
     """
     if config.rollout.end_tokens is not None:
         return _named(config.rollout.end_tokens, tokenizer)
-    assert tokenizer.eos_token_id is not None, "a tokenizer without an end token is refused"
-    found = {int(tokenizer.eos_token_id): None}
-    for folder in _folders(config):
+    found: dict[int, None] = {} if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id): None}
+    folders = tuple(_folders(config))
+    for folder in folders:
         ids = end_token_ids_in(folder)
         outside = [one for one in ids if one >= config.architecture.vocab_size]
         if outside:
             limit = f"below vocab_size {config.architecture.vocab_size}"
             raise ConfigError([Problem(str(folder), f"its eos_token_id names {outside[0]}, which is not {limit}")])
         found |= dict.fromkeys(ids)
+    if not found:
+        files = "no generation_config.json or config.json an eos_token_id"
+        where = f" in {' or '.join(map(str, folders))}" if folders else ""
+        message = f"name a token that ends a response: the tokenizer has no eos_token, and {files}{where}"
+        raise ConfigError([Problem(SETTING, message)])
     return tuple(found)
 
 

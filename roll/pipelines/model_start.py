@@ -43,8 +43,6 @@ def tokenizer_in(setting: str, folder: Path, model: ModelConfig, *, trust_remote
     except ValueError as error:
         raise ConfigError([Problem(setting, str(error))]) from error
     problems = list(_vocabulary_problems(setting, model, tokenizer))
-    if tokenizer.eos_token_id is None:
-        problems.append(Problem(setting, f"the tokenizer of {folder} has no eos_token, which ends a response"))
     if problems:
         raise ConfigError(problems)
     return tokenizer

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from roll.data.sources.conversation import encode_conversations, encode_messages, encode_response
 from roll.data.sources.learned_text import EncodedText
-from roll.data.tokenizer import build_char_tokenizer
+from roll.data.tokenizer import build_char_tokenizer, check_characters
 from tests.data.tokenizer_kinds import KINDS, byte_level_bpe, sentencepiece_bpe, unigram, word_level
 
 CHATML = (
@@ -82,6 +82,74 @@ def learned(encoded: EncodedText, tokenizer: PreTrainedTokenizerFast) -> tuple[s
     return tokenizer.decode(encoded.ids), [tokenizer.decode(run) for run in runs if run]
 
 
+# As Qwen3's: the empty thought is written in front of the last answer alone.
+THOUGHTFUL = (
+    "{% for m in messages %}<{{ m['role'] }}>{% if m['role'] == 'assistant' and loop.last %}"
+    "{{ '<think>\n\n</think>\n' }}{% endif %}{{ m['content'] }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# As DeepSeek-R1's: a model is asked to begin with a thought, which the history does not hold.
+REASONING = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'].split('</think>')[-1] }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant><think>\n' }}{% endif %}"
+)
+END_ONCE = (
+    "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% else %}{{ eos_token }}{% endif %}"
+)
+# Closes the last turn with another token, which begins as the next turn does.
+LAST_IS_OTHER = (
+    "{% for m in messages %}<bos>{{ m['role'] }}:{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<bos>assistant:{% else %}<pad>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "first", "last"),
+    [
+        (THOUGHTFUL, "23<eos>", "<think>\n\n</think>\n45<eos>"),
+        (REASONING, "23<eos>", "45<eos>"),
+        (END_ONCE, "23\n", "45\n<eos>"),
+        (LAST_IS_OTHER, "23", "45<pad>"),
+    ],
+)
+def test_answers_are_found_where_earlier_turns_are_written_differently(template: str, first: str, last: str) -> None:
+    tokenizer = chat_tokenizer(template)
+    questions = [{"role": "user", "content": "1"}, {"role": "user", "content": "2"}]
+    replies = [{"role": "assistant", "content": "23"}, {"role": "assistant", "content": "45"}]
+    whole = [questions[0], replies[0], questions[1], replies[1]]
+    encoded = encode_messages(whole, tokenizer, "here")
+    assert encoded.ids == tokenizer.apply_chat_template(whole, return_dict=False)
+    assert learned(encoded, tokenizer)[1] == [first, last]
+    assert learned(encode_messages([questions[1], replies[1]], tokenizer, "here"), tokenizer)[1] == [last]
+
+
+def test_a_thought_is_learned_where_the_template_writes_it() -> None:
+    tokenizer = chat_tokenizer(REASONING)
+    reply = {"role": "assistant", "content": "<think>7</think>8"}
+    messages = [USER, reply, USER, reply]
+    assert learned(encode_messages(messages, tokenizer, "here"), tokenizer)[1] == ["8<eos>", "8<eos>"]
+    tokenizer.chat_template = REASONING.replace(".split('</think>')[-1]", "")
+    reply["content"] = "<think>\n7</think>8"
+    # The model is given the beginning of the thought.
+    assert learned(encode_messages(messages, tokenizer, "here"), tokenizer)[1] == ["7</think>8<eos>"] * 2
+
+
+@pytest.mark.parametrize("space", ["", "\n"])
+def test_generation_blocks_are_encoded_as_every_answer(space: str) -> None:
+    tokenizer = chat_tokenizer(
+        "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        f"{{{{ eos_token }}}}{space}{{% endgeneration %}}{{% else %}}{{{{ m.content }}}}{{% endif %}}{{% endfor %}}"
+    )
+    for split in (False, True):
+        tokenizer.split_special_tokens = split
+        ids, in_loss = encode_messages([USER, REPLY, USER, REPLY], tokenizer, "here")
+        expected = [*tokenizer.encode("2"), tokenizer.eos_token_id, *tokenizer.encode(space)] * 2
+        assert [token for token, is_learned in zip(ids, in_loss, strict=True) if is_learned] == expected
+    with pytest.raises(ValueError, match="here holds text that the tokenizer does not know: 'é'"):
+        encode_messages([USER, {"role": "assistant", "content": "2é"}], tokenizer, "here")
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_tokens_are_those_of_the_whole_text(kind: str, template: str) -> None:
@@ -125,6 +193,24 @@ def test_transformers_mask_agrees_where_the_template_has_one() -> None:
             tokenizer.chat_template = template
             encoded.append(encode_messages(CONVERSATIONS["system, two turns"][0], tokenizer, "here"))
         assert encoded[0] == encoded[1], kind
+
+
+def test_trimmed_offsets_learn_the_same_tokens() -> None:
+    """`ByteLevel()` takes white space off the offsets unless told otherwise; a token of a space has none left."""
+    plain, trimmed = byte_level_bpe(), byte_level_bpe()
+    trimmed.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    spaced = ([QUESTION, {"role": "assistant", "content": "  1  cat  "}, THANKS, ANSWER], [])
+    for template in TEMPLATES.values():
+        plain.chat_template = trimmed.chat_template = template
+        for messages, _ in (*CONVERSATIONS.values(), spaced):
+            assert encode_messages(messages, trimmed, "here") == encode_messages(messages, plain, "here")
+    empty = [span for span in trimmed(" 1  cat ", return_offsets_mapping=True)["offset_mapping"] if span[0] == span[1]]
+    assert len(empty) == 2
+    trimmed.chat_template = None
+    # "1", " " and " 1": the space behind the prompt's end is a token of the prompt.
+    assert encode_response("1 ", "cat", trimmed, "here").in_loss == [False, True, True]
+    assert encode_response("1 ", " 1", trimmed, "here").in_loss == [False, False, True, True]
+    assert encode_response("1", "  1", trimmed, "here").in_loss == [False, True, True, True]
 
 
 def test_many_rows_are_encoded_as_each_alone() -> None:
@@ -259,10 +345,17 @@ def test_a_template_that_raises_names_the_row(template: str, message: str) -> No
 def test_templates_and_tokenizers_that_are_refused() -> None:
     forgetful = chat_tokenizer(FORGETFUL)
     assert learned(encode_messages([USER, REPLY], forgetful, "here"), forgetful)[1] == ["2;"]
-    with pytest.raises(ValueError, match="here: the chat template does not write the answer of message 4 behind"):
-        encode_messages([USER, REPLY, USER, REPLY], forgetful, "here")
-    with pytest.raises(ValueError, match="here: the chat template writes earlier answers differently"):
-        encode_messages([USER, REPLY, USER], forgetful, "here")
+    for later in ([USER, REPLY], [USER]):
+        with pytest.raises(ValueError, match="here: the chat template does not write the answer of message 2 into the"):
+            encode_messages([USER, REPLY, *later], forgetful, "here")
+    several = chat_tokenizer()
+    several.chat_template = {"tool_use": CHATML, "rag": CHATML}
+    with pytest.raises(
+        ValueError, match="here: the tokenizer has no chat template called 'default': it has 'tool_use', 'rag'"
+    ):
+        encode_messages([USER, REPLY], several, "here")
+    several.chat_template = {"default": CHATML, "rag": "{{ 1 }}"}
+    assert learned(encode_messages([USER, REPLY], several, "here"), several)[1] == ["2<eos>"]
     with pytest.raises(ValueError, match="here: messages need a chat template, and the tokenizer has none"):
         encode_messages([USER, REPLY], build_char_tokenizer(), "here")
     no_end = build_char_tokenizer()
@@ -274,6 +367,42 @@ def test_templates_and_tokenizers_that_are_refused() -> None:
         slow.chat_template = template
         with pytest.raises(ValueError, match="ByT5Tokenizer gives no offsets"):
             encode_response("1", "2", slow, "here")
+
+
+def without_unknown(alphabet: str, *, spaces: bool = False) -> PreTrainedTokenizerFast:
+    """BPE of single characters, which leaves out every other one."""
+    backend = Tokenizer(BPE({one: index for index, one in enumerate(alphabet)}, []))
+    if spaces:
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", bos_token="<s>")
+
+
+def test_text_that_a_tokenizer_leaves_out_is_refused() -> None:
+    digits, words = without_unknown("0123456789+= "), without_unknown("▁thecab\n", spaces=True)
+    assert encode_response("1 + 2=", "3", digits, "here").in_loss == [False] * 6 + [True, True]
+    with pytest.raises(ValueError, match="here holds text that the tokenizer does not know: 'é'"):
+        encode_response("1 + 2=", "3é", digits, "here")
+    # The offsets of what stands behind the lost character are another's; white space hides that at the end.
+    for prompt, response in (("the é cat ", "the cat"), ("the cat ", "the é\n"), ("é \n", "cat")):
+        with pytest.raises(ValueError, match=r"here holds text that the tokenizer does not know: 'é'$"):
+            encode_response(prompt, response, words, "here")
+    words.chat_template = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    question = {"role": "user", "content": "a cat"}
+    tokens = encode_messages([question, {"role": "assistant", "content": "the"}], words, "here")
+    assert learned(tokens, words)[1][0].replace("▁", "").replace(" ", "") == "the</s>"
+    with pytest.raises(ValueError, match=r"here holds text that the tokenizer does not know: '\['$"):
+        encode_messages([question, {"role": "assistant", "content": "the["}], words, "here")
+    with pytest.raises(ValueError, match="prompts hold characters that the tokenizer does not know: 'é'"):
+        check_characters(["1é"], digits, what="prompts")
+
+
+def test_text_that_no_offset_covers_is_refused() -> None:
+    tokenizer = word_level()
+    split = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split("!", behavior="removed")])
+    tokenizer.backend_tokenizer.pre_tokenizer = split
+    assert encode_response("what ", "cat", tokenizer, "here").in_loss == [False, True, True]
+    with pytest.raises(ValueError, match="here holds text that the tokenizer does not know: '!'"):
+        encode_response("what ", "cat!", tokenizer, "here")
 
 
 def test_unknown_text_is_named_as_it_stands() -> None:

@@ -10,8 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
-from transformers import ByT5Tokenizer
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from roll.data.prompts import PromptSampler, encode_answers, encode_prompts, prompt_ids
 from roll.data.sources.task_answers import TaskAnswers
@@ -85,6 +87,19 @@ def test_what_a_tokenizer_puts_behind_a_text_is_no_part_of_a_prompt() -> None:
     assert TaskAnswers([item("1=", "1")], both_ends, max_prompt_tokens=4)[0].ids.tolist() == [1, 5, 17, 5, 2]
 
 
+def test_a_tokenizer_that_reads_no_letter_has_its_begin_token_too() -> None:
+    vocabulary = {one: index for index, one in enumerate(("<s>", "</s>", *"0123456789+="))}
+    backend = Tokenizer(BPE(vocabulary, []))
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    assert tokenizer.encode("a") == [0]
+    assert prompt_ids([item("1+=")], tokenizer, 100) == [[0, 3, 12, 13]]
+    assert encode_answers([item("1=", "2")], tokenizer)[0] == ([0, 3, 13, 4, 1], [False, False, False, True, True])
+    empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE({"<s>": 0}, [])), bos_token="<s>")
+    with pytest.raises(ValueError, match="reads no text, not even that of its own tokens"):
+        prompt_ids([], empty, 100)
+
+
 def test_words_may_be_known_where_their_characters_are_not() -> None:
     tokenizer = KINDS["word_level"]()
     assert len(prompt_ids([item("what is a cat ?")], tokenizer, 5)[0]) == 5
@@ -138,7 +153,7 @@ def test_an_answer_that_is_no_response_is_refused() -> None:
 def test_a_tokenizer_without_an_end_is_refused() -> None:
     no_eos = build_char_tokenizer("1")
     no_eos.eos_token = None
-    with pytest.raises(ValueError, match="no eos_token"):
+    with pytest.raises(ValueError, match=r"no eos_token, .*: name one in its tokenizer_config\.json"):
         TaskAnswers([item("1", "1")], no_eos, 2)
 
 

@@ -8,6 +8,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,20 @@ def test_code_that_asks_for_a_package(tmp_path: Path, monkeypatch: pytest.Monkey
         load_tokenizer(folder, trust_remote_code=True)
 
 
+def test_trusted_code_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder has tokenizer.model too; its package is not what is missing."""
+    folder = write_config(tmp_path / "model", "internlm2")
+    write_code(folder)
+    monkeypatch.setattr("roll.data.tokenizer_folder.find_spec", lambda name: None)
+    code = folder / "tokenization_internlm2.py"
+    code.write_text("from .no_such_file import Base\n")
+    with pytest.raises(ValueError, match=r"has no usable tokenizer: .*no_such_file"):
+        load_tokenizer(folder, trust_remote_code=True)
+    code.unlink()
+    with pytest.raises(ValueError, match=rf"has no usable tokenizer: .*_internlm2\.\w+, and there is no {code}$"):
+        load_tokenizer(folder, trust_remote_code=True)
+
+
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     folder = write_config(tmp_path / "model", family)
@@ -218,6 +233,27 @@ def test_damaged_files_are_named(tmp_path: Path, name: str, text: str, message: 
     (folder / name).write_text(text)
     with pytest.raises(ValueError, match=rf"{name} {message}"):
         load_tokenizer(folder, trust_remote_code=False)
+
+
+@pytest.mark.parametrize("tokenizer_class", ["PreTrainedTokenizerFast", "LlamaTokenizer", None])
+def test_a_tokenizer_of_another_version_is_named(tmp_path: Path, tokenizer_class: str | None) -> None:
+    folder = write_config(tmp_path / "model", "llama")
+    TOKENIZER.save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": tokenizer_class}))
+    content = json.loads((folder / "tokenizer.json").read_text())
+    library = rf"cannot be read by tokenizers {version('tokenizers')}: "
+    damaged = {
+        library + "data did not match .*ModelUntagged": content | {"model": {"type": "Next", "vocab": {}}},
+        library + "data did not match .*PreTokenizerUntagged.*; if a newer": content | {"pre_tokenizer": {"type": "N"}},
+        library + "missing field `content`": content | {"added_tokens": [{"id": 0}]},
+        "is no tokenizer: it must have a list added_tokens and an object model": {"a": 1},
+        "is no tokenizer: it must have a list": content | {"model": 3},
+        "is no tokenizer: it must have": content | {"added_tokens": 3},
+    }
+    for message, whole in damaged.items():
+        (folder / "tokenizer.json").write_text(json.dumps(whole))
+        with pytest.raises(ValueError, match=rf"^{folder}/tokenizer\.json {message}"):
+            load_tokenizer(folder, trust_remote_code=False)
 
 
 def test_other_warnings_are_still_heard(tmp_path: Path, warnings: list[str]) -> None:

@@ -101,7 +101,11 @@ def tokenizer_without_an_end(folder: Path) -> None:
         (no_weights, "model holds no weights"),
         (weights_of_another_model, r"does not fit its config\.json:\n  unknown: model\.layers\.1\."),
         (no_tokenizer, r"model_path: .*model has no tokenizer: none of tokenizer\.json"),
-        (tokenizer_without_an_end, "model_path: the tokenizer of .*model has no eos_token, which ends a response"),
+        (
+            tokenizer_without_an_end,
+            r"^rollout\.end_tokens: name a token that ends a response: the tokenizer has no eos_token, and no "
+            r"generation_config\.json or config\.json an eos_token_id in .*model$",
+        ),
     ],
 )
 def test_a_folder_that_cannot_be_used_is_refused(
@@ -127,10 +131,24 @@ def test_the_end_tokens_are_those_that_folder_and_tokenizer_name(tmp_path: Path,
     assert end_tokens_of(tmp_path, folder, config=[2, 5]) == (2, 5)
     assert end_tokens_of(tmp_path, folder, config=5) == (2, 5)
     assert end_tokens_of(tmp_path, folder, generation_config=[7, 2]) == (2, 7, 5)
+    assert end_tokens_of(tmp_path, folder, generation_config=[-1, 7], config=-1) == (2, 7)
+    assert end_tokens_of(tmp_path, folder, generation_config=[7, 2], config=5) == (2, 7, 5)
     assert load_folder(tmp_path).notes == ("a response ends at any of the tokens 2 '<eos>', 7 '3', 5 '1'",)
 
 
-@pytest.mark.parametrize("ids", ["2", [2, "5"], -1, 2.0, True, {"a": 1}])
+def test_files_or_a_setting_name_the_end_where_the_tokenizer_names_none(tmp_path: Path, folder: Path) -> None:
+    tokenizer = build_char_tokenizer()
+    tokenizer.eos_token = tokenizer.pad_token = None
+    tokenizer.save_pretrained(folder)
+    setting = (f"model_path={folder}", "warm_start=null", "rollout.end_tokens=[2]")
+    assert load(tmp_path, *setting).end_token_ids == (2,)
+    assert end_tokens_of(tmp_path, folder, config=5) == (5,)
+    assert end_tokens_of(tmp_path, folder, config=None, generation_config=[7, -1]) == (7,)
+    with pytest.raises(ConfigError, match=r"^rollout\.end_tokens: name a token that ends a response"):
+        end_tokens_of(tmp_path, folder, config=[-1], generation_config=-1)
+
+
+@pytest.mark.parametrize("ids", ["2", [2, "5"], -2, 2.0, True, {"a": 1}])
 def test_end_tokens_that_are_no_ids_are_refused(tmp_path: Path, folder: Path, ids: object) -> None:
     with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id must be an id or a list of ids, got"):
         end_tokens_of(tmp_path, folder, generation_config=ids)
@@ -151,6 +169,8 @@ def test_a_setting_names_the_end_tokens(tmp_path: Path) -> None:
 
     assert named("[5]") == (5,)
     assert named('["<eos>", 5, 2, "1"]') == (2, 5)
+    assert named("5") == (5,)
+    assert named('"<eos>"') == named("<eos>") == (2,)
     assert named('["\\n"]') == (build_char_tokenizer().encode("\n")[0],)
     with pytest.raises(ConfigError) as refusal:
         named('[-1, 96, "ab", "\u00df", "<eos>"]')

@@ -1,31 +1,20 @@
 """A conversation, or a prompt with its response, as a text of which only the answers are learned.
 
 The text is the whole that the chat template writes, and its tokens are those of the whole, as
-`apply_chat_template(tokenize=True)` gives them. The template's `{% generation %}` blocks say where answers are. Without
-them, an answer is what the template writes behind the text that a model is asked to continue, up to its end token.
-Text behind the end token (the line break of ChatML, say) is not learned.
+`apply_chat_template(tokenize=True)` gives them. Text behind an answer's end token (the line break of ChatML, say) is
+not learned.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
-from roll.data.sources.learned_text import EncodedText, LearnedText, Span, check_offsets, encode_learned
+from roll.data.sources.chat_template import ChatTemplate, Messages
+from roll.data.sources.learned_text import EncodedText, LearnedText, check_offsets, encode_learned
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Messages = Sequence[Mapping[str, Any]]
-"""`{"role": ..., "content": ...}` each; role assistant is what is learned."""
-
-TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
-"""What a template raises: jinja2's own errors, `raise_exception` among them, and those of its expressions."""
-_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 def encode_conversations(
@@ -35,9 +24,7 @@ def encode_conversations(
 
     Raises ValueError, beginning with the row's origin, as `encode_messages` and `encode_response` do.
     """
-    encoded: list[EncodedText | LearnedText] = [_of_row(origin, row, tokenizer) for origin, row in rows]
-    texts = iter(encode_learned([text for text in encoded if isinstance(text, LearnedText)], tokenizer))
-    return [next(texts) if isinstance(one, LearnedText) else one for one in encoded]
+    return encode_learned([_of_row(origin, row, tokenizer) for origin, row in rows], tokenizer)
 
 
 def encode_messages(messages: Messages, tokenizer: PreTrainedTokenizerBase, origin: str) -> EncodedText:
@@ -45,8 +32,7 @@ def encode_messages(messages: Messages, tokenizer: PreTrainedTokenizerBase, orig
 
     Raises ValueError, beginning with `origin`, for a tokenizer without a chat template or without offsets, messages
     without role and content as text, a conversation that the template refuses or in which nothing is learned, a
-    template that writes earlier turns differently once later ones follow (then no single text shows what the model sees
-    at each answer), and characters that the tokenizer does not know.
+    template that leaves out an answer once others follow, and text that the tokenizer does not know or loses.
     """
     return encode_conversations([(origin, {"messages": messages})], tokenizer)[0]
 
@@ -67,7 +53,7 @@ def plain_text(prompt: str, response: str, tokenizer: PreTrainedTokenizerBase, o
     return LearnedText(text, ((len(prompt), len(text)),), from_template=False, origin=origin)
 
 
-def _of_row(origin: str, row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> EncodedText | LearnedText:
+def _of_row(origin: str, row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> LearnedText:
     if row.get("messages") is not None:
         return _of_messages(row["messages"], tokenizer, origin)
     if not {"prompt", "response"} <= row.keys():
@@ -81,76 +67,13 @@ def _of_row(origin: str, row: Mapping[str, Any], tokenizer: PreTrainedTokenizerB
     return _of_messages(turn, tokenizer, origin)
 
 
-def _of_messages(messages: Any, tokenizer: PreTrainedTokenizerBase, origin: str) -> EncodedText | LearnedText:
-    """The template's text, or its tokens where the template says itself what an assistant writes."""
+def _of_messages(messages: Any, tokenizer: PreTrainedTokenizerBase, origin: str) -> LearnedText:
     _check_messages(messages, origin)
     check_offsets(tokenizer)
-    if tokenizer.chat_template is None:
-        raise ValueError(f"{origin}: messages need a chat template, and the tokenizer has none")
-    encoded: EncodedText | LearnedText
-    if _GENERATION.search(tokenizer.get_chat_template()):
-        tokens = _applied(messages, tokenizer, origin, return_dict=True, return_assistant_tokens_mask=True)
-        in_loss = list(map(bool, tokens["assistant_masks"]))
-        encoded, learned = EncodedText(list(tokens["input_ids"]), in_loss), any(in_loss)
-    else:
-        text, spans = _spans(messages, tokenizer, origin)
-        encoded = LearnedText(text, spans, from_template=True, origin=origin)
-        learned = any(start < stop for start, stop in spans)
-    if not learned:
+    text, answers = ChatTemplate(tokenizer, origin).text_and_answers(messages)
+    if not any(start < stop for start, stop in answers):
         raise ValueError(f"{origin}: the chat template writes nothing for its answers, so there is nothing to learn")
-    return encoded
-
-
-def _spans(messages: Messages, tokenizer: PreTrainedTokenizerBase, origin: str) -> tuple[str, tuple[Span, ...]]:
-    """The template's text of the whole conversation, and where its answers are."""
-    whole = done = ""
-    spans: list[Span] = []
-    for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        whole = _applied(messages[: turn + 1], tokenizer, origin)
-        if turn:
-            prompt = _applied(messages[:turn], tokenizer, origin, add_generation_prompt=True)
-        else:
-            prompt = _in_front_of_first_answer(whole, message, tokenizer, origin)
-        if not prompt.startswith(done) or not whole.startswith(prompt):
-            raise ValueError(
-                f"{origin}: the chat template does not write the answer of message {turn + 1} behind the text that the "
-                "model is asked to continue; make one row of each answer, or use another template"
-            )
-        end = _end_of_answer(whole, len(prompt), tokenizer)
-        spans.append((len(prompt), end))
-        done = whole[:end]
-    if messages[-1]["role"] != "assistant":
-        whole = _applied(messages, tokenizer, origin)
-    if not whole.startswith(done):
-        raise ValueError(f"{origin}: the chat template writes earlier answers differently in the whole conversation")
-    return whole, tuple(spans)
-
-
-def _in_front_of_first_answer(
-    text: str, answer: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, origin: str
-) -> str:
-    """The text of a conversation that begins with an answer, up to that: it is the same for any answer."""
-    content = "1" if answer["content"].lstrip().startswith("0") else "0"  # It begins differently.
-    other = _applied([{**answer, "content": content}], tokenizer, origin)
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False))
-    return text[: sum(1 for _ in same)]
-
-
-def _applied(messages: Messages, tokenizer: PreTrainedTokenizerBase, origin: str, **options: Any) -> Any:
-    """The template's text of messages, or with `return_dict` its tokens, to which no special tokens are added."""
-    try:
-        return tokenizer.apply_chat_template(list(messages), tokenize="return_dict" in options, **options)
-    except TEMPLATE_ERRORS as error:
-        raise ValueError(f"{origin}: the chat template refuses the conversation: {error}") from error
-
-
-def _end_of_answer(text: str, start: int, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Where an answer that begins at `start` ends: behind its last end token, if the template writes one."""
-    end_token = tokenizer.eos_token
-    found = text.rfind(end_token, start) if end_token else -1
-    return found + len(end_token) if found >= 0 else len(text)
+    return LearnedText(text, answers, from_template=True, origin=origin)
 
 
 def _check_messages(messages: Any, origin: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from roll.data.special_tokens import front_tokens, with_front
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]
 """First character, and the one behind the last."""
+BYTE_LEVEL_SPACE = "Ġ"
+"""A space as byte-level vocabularies write it."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,8 @@ def check_offsets(tokenizer: PreTrainedTokenizerBase) -> None:
 def encode_learned(texts: Sequence[LearnedText], tokenizer: PreTrainedTokenizerBase) -> list[EncodedText]:
     """Tokens of each text. An end token that closes an answer is one token, whatever the tokenizer makes of its text.
 
-    Raises ValueError for a tokenizer without offsets, and, beginning with the text's origin, for characters that the
-    tokenizer does not know and an end token that shares a token with other text.
+    Raises ValueError for a tokenizer without offsets, and, beginning with the text's origin, for text that the
+    tokenizer does not know or loses, offsets that run backwards, and an end token that shares a token with other text.
     """
     check_offsets(tokenizer)
     if not texts:
@@ -80,6 +83,9 @@ def encode_learned(texts: Sequence[LearnedText], tokenizer: PreTrainedTokenizerB
 def _encoded(
     text: LearnedText, ids: list[int], offsets: list[Span], tokenizer: PreTrainedTokenizerBase, front: list[int]
 ) -> EncodedText:
+    offsets = _with_trimmed_space(ids, offsets, tokenizer)
+    if any(after[0] < before[0] or after[1] < before[1] for before, after in pairwise(offsets)):
+        raise ValueError(f"{text.origin}: the tokenizer's offsets run backwards, so they do not tell what is learned")
     if text.from_template:
         ids, offsets = _with_whole_end_tokens(text, ids, offsets, tokenizer)
     unknown = unknown_pieces(text.text, ids, offsets, tokenizer)
@@ -94,6 +100,20 @@ def _encoded(
     if not (ids and ids[-1] == end and in_loss[-1]):
         whole, in_loss = [*whole, end], [*in_loss, True]
     return EncodedText(whole, in_loss)
+
+
+def _with_trimmed_space(ids: Sequence[int], offsets: Sequence[Span], tokenizer: PreTrainedTokenizerBase) -> list[Span]:
+    """Offsets with the white space that a byte-level tokenizer takes off in front of a token (`trim_offsets`).
+
+    The offset of a token that is no more than a space is empty, and lies behind the space.
+    """
+    filled, done = [], 0
+    for token, (start, stop) in zip(ids, offsets, strict=True):
+        if start > done and (start == stop or tokenizer.convert_ids_to_tokens(token).startswith(BYTE_LEVEL_SPACE)):
+            start = done
+        filled.append((start, stop))
+        done = max(done, stop)
+    return filled
 
 
 def _overlapping(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
@@ -112,8 +132,9 @@ def _with_whole_end_tokens(
 ) -> tuple[list[int], list[Span]]:
     """The end token behind each answer as one token, for tokenizers that read no special tokens out of a text."""
     end = tokenizer.eos_token
-    for _, stop in reversed(text.learned):
-        if not end or not text.text.endswith(end, 0, stop):
+    for first_learned, last_learned in reversed(text.learned):
+        stop = first_learned + len(text.text[first_learned:last_learned].rstrip())  # White space may follow it.
+        if not end or not text.text.endswith(end, first_learned, stop):
             continue
         start = stop - len(end)
         places = [place for place, (first, last) in enumerate(offsets) if first < stop and last > start]

@@ -45,7 +45,10 @@ ROWS_AT_ONCE = 1000
 """Rows that are tokenized together: fast tokenizers take them on several threads."""
 ENCODING_MODULES = (
     "roll.data.special_tokens",
+    "roll.data.lost_text",
+    "roll.data.tokenizer",
     "roll.data.sources.learned_text",
+    "roll.data.sources.chat_template",
     "roll.data.sources.conversation",
     "roll.data.sources.text_rows",
     "roll.data.sources.token_cache",
