@@ -304,6 +304,7 @@ def test_ctrl_c_stops_all_processes() -> None:
     assert driver.stdout is not None
     try:
         pids = {int(pid) for pid in driver.stdout.readline().split()}
+        assert pids, driver.communicate(timeout=PATIENCE_S)[1]
         children = descendants(driver.pid)
         assert len(pids) == 2 and pids <= {child.pid for child in children}
         os.killpg(driver.pid, signal.SIGINT)
