@@ -234,10 +234,9 @@ def test_ctrl_c_while_settings_are_read(tmp_path: Path) -> None:
     """The first thing that the command reads is a pipe that nobody writes to."""
     pipe = tmp_path / "config.yaml"
     os.mkfifo(pipe)
-    command = [sys.executable, "examples/run_sft.py", "--config", str(pipe)]
+    command = [sys.executable, str(ROOT / "examples" / "run_sft.py"), "--config", str(pipe)]
     process = subprocess.Popen(
         command,
-        cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
