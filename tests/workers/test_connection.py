@@ -7,7 +7,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -95,15 +94,3 @@ def test_a_port_where_something_else_listens() -> None:
         finally:
             server.shutdown()
             thread.join()
-
-
-def test_the_address_that_a_killed_cluster_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "ray").mkdir()
-    address = closed_port()
-    (tmp_path / "ray" / "ray_current_cluster").write_text(address)
-    monkeypatch.setenv("RAY_gcs_rpc_server_connect_timeout_s", "1")  # When Ray first names what it tries.
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    port = address.rpartition(":")[2]
-    with pytest.raises(ConfigError, match=rf"ray.address: no Ray cluster answers at 'auto' \(\S+:{port}\) within 6 s"):
-        check_cluster("ray.address", "auto", 6)
