@@ -1,4 +1,4 @@
-"""What the commands in examples/ have in common: their exit statuses, and what they say of a mistake."""
+"""Exit statuses of the commands in examples/, and the lines that tell a mistake."""
 
 from __future__ import annotations
 

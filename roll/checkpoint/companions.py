@@ -1,4 +1,4 @@
-"""What a model folder holds beside weights, taken along when the model is written elsewhere.
+"""Files of a model folder beside its weights, copied when the model is written elsewhere.
 
 config.json keeps every key that does not change, with those that only other libraries read (`auto_map`). Tokenizer,
 chat templates, generation_config.json and the code that `auto_map` names are copied byte by byte, so that a library
@@ -28,12 +28,12 @@ WEIGHTS = frozenset(
     {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".npz"}
 )  # fmt: skip
 MODEL_WEIGHTS = ("model", "pytorch_model", "tf_model", "flax_model")
-"""How the names of weight files begin that a library takes for those of the model."""
+"""Beginnings of the names of weight files that a library takes for those of the model."""
 TEXTS = frozenset({".json", ".jinja", ".py", ".txt", ".model", ".tiktoken", ".vocab", ".bpe"})
 ALWAYS = ("tokenizer", "special_tokens", "added_tokens", "license", "notice")
-"""How names begin that are taken along whatever their suffix."""
+"""Beginnings of names that are copied whatever their suffix."""
 LEFT_BEHIND = ("readme", "requirements", "trainer_state", "adapter_config")
-"""How names begin that are not."""
+"""Beginnings of names that are never copied."""
 TEMPLATE_FOLDERS = ("chat_templates", "additional_chat_templates")
 
 

@@ -85,7 +85,7 @@ def _error_of(act: Callable[[], None]) -> OSError | None:
 
 
 def _from_every_rank(file_of: dict[str, str], failure: OSError | None) -> list[dict[str, str]]:
-    """What every rank has written, or the first failure, on every rank."""
+    """Gathers the files that each rank has written. Raises the first failure on every rank."""
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, failure or file_of)
     for outcome in outcomes:
