@@ -14,6 +14,15 @@ from roll.config import ModelConfig
 from roll.models.hf_layout import hf_shapes
 
 INDEX = "model.safetensors.index.json"
+MODEL = ModelConfig(
+    vocab_size=12,
+    hidden_size=8,
+    intermediate_size=20,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=16,
+)
 TOKENIZER_FILES = {"tokenizer.json": "{}", "tokenizer_config.json": '{"a": 1}', "special_tokens_map.json": "{}"}
 
 

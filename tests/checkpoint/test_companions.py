@@ -13,17 +13,8 @@ from transformers import AutoConfig
 
 from roll.checkpoint.companions import companions, refuse_to_delete, write_companions
 from roll.config import ModelConfig
-from tests.checkpoint.folder_of_tensors import INDEX
+from tests.checkpoint.folder_of_tensors import INDEX, MODEL
 
-MODEL = ModelConfig(
-    vocab_size=12,
-    hidden_size=8,
-    intermediate_size=20,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=16,
-)
 GOES_ALONG = [
     "added_tokens.json",
     "additional_chat_templates/tool_use.jinja",

@@ -13,18 +13,7 @@ from torch import Tensor
 from roll.checkpoint.folders import Kind, begin_folder, finish_folder
 from roll.checkpoint.hf_writer import ShardWriter, write_index
 from roll.checkpoint.tensor_sources import HfFolder
-from roll.config import ModelConfig
-from tests.checkpoint.folder_of_tensors import INDEX, assert_same_bytes, read_folder
-
-MODEL = ModelConfig(
-    vocab_size=12,
-    hidden_size=8,
-    intermediate_size=20,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=16,
-)
+from tests.checkpoint.folder_of_tensors import INDEX, MODEL, assert_same_bytes, read_folder
 
 
 def write(folder: Path, tensors: dict[str, Tensor], max_bytes: int, prefix: str = "model") -> dict[str, str]:
