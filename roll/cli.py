@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from roll.config import mistake
+from roll.errors import UserError, mistake
 
 FAILED = 1
 MISTAKE = 2
@@ -23,7 +23,7 @@ def exit_status(command: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         sys.stdout.write("stopped; every file that was begun is whole\n")
         return STOPPED
-    except (ValueError, OSError, RuntimeError) as error:
+    except (UserError, OSError, RuntimeError) as error:
         workers = sys.modules.get("roll.workers.failure")  # It loads Ray; without it no worker has failed.
         if workers is not None and isinstance(error, workers.WorkerError):
             sys.stderr.write(f"{error}\n")

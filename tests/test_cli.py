@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from roll.cli import exit_status
-from roll.config import ConfigError, ModelConfig, Problem, mistake
+from roll.config import ConfigError, ModelConfig, Problem
 from roll.data.packing import check_divides
+from roll.errors import mistake
 
 ROOT = Path(__file__).resolve().parents[1]
 PPO, SFT = (str(ROOT / "examples" / name) for name in ("ppo_cpu.yaml", "sft_cpu.yaml"))
@@ -217,11 +218,6 @@ def test_only_what_a_user_can_mend_is_told_without_a_traceback() -> None:
     assert of(lambda: check_divides(3, 0)) is None  # ZeroDivisionError
     assert of(raises(RuntimeError("of ours"))) is None
     assert of(raises(ConnectionResetError(104, "reset by peer"))) is None
-
-    def zipped_in_roll() -> None:  # Python's own ValueError in a function of roll.
-        exec(compile("list(zip([1], [], strict=True))", "roll", "exec"), {"__name__": "roll.data.packing"})
-
-    assert of(zipped_in_roll) is None
 
 
 def test_errors_of_the_program_keep_their_traceback() -> None:

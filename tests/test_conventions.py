@@ -95,6 +95,13 @@ def unasked_questions(tree: ast.Module) -> Iterator[str]:
             yield f"line {node.lineno}: {name}.{node.func.attr} without trust_remote_code"
 
 
+def unnamed_mistakes(tree: ast.Module) -> Iterator[str]:
+    """Every ValueError that is made as such: a mistake of the user is a UserError, all else is an assertion."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "ValueError":
+            yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
 def relative(path: Path) -> str:
     """The path as it is written in messages and in MAY_NAME_A_DEVICE: from the root, with forward slashes."""
     return path.relative_to(ROOT).as_posix()
@@ -133,6 +140,10 @@ def test_every_question_of_transformers_is_answered() -> None:
     assert findings(unasked_questions, FILES) == []
 
 
+def test_mistakes_of_a_user_are_named_so() -> None:
+    assert findings(unnamed_mistakes, FILES) == []
+
+
 def test_public_arguments_have_types() -> None:
     assert findings(arguments_without_a_type, FILES) == []
 
@@ -164,6 +175,8 @@ def test_every_folder_is_a_package() -> None:
         (device_names, "'''Runs on cuda.'''\nx.is_cuda\nname = 'cudagraphs'", 0),
         (unasked_questions, "AutoTokenizer.from_pretrained(folder)\ntransformers.AutoModel.from_config(config)", 2),
         (unasked_questions, "AutoConfig.from_pretrained(a, trust_remote_code=no)\nAutoConfig.for_model('llama')", 0),
+        (unnamed_mistakes, "raise ValueError('a')\nerror = ValueError()", 2),
+        (unnamed_mistakes, "raise UserError('a')\nisinstance(error, ValueError)", 0),
         (arguments_without_a_type, "def f(a, /, b, *c, d, **e): ...", 5),
         (arguments_without_a_type, "class A:\n    def __init__(self, size): ...\n    def f(self): ...", 1),
         (arguments_without_a_type, "def f(a: int, *b: int, **c: int): ...\ndef _g(a): ...", 0),

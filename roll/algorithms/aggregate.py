@@ -14,6 +14,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from roll.algorithms.masking import masked_mean, masked_sum
+from roll.errors import UserError
 from roll.protocol.normalizers import LossNormalizers
 
 LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
@@ -49,10 +50,10 @@ def aggregate_loss(
         ValueError: unknown mode, unequal shapes, or loss tokens here although the step counts none.
     """
     if mode not in get_args(LossAggregation):
-        raise ValueError(f"loss_agg must be one of {', '.join(get_args(LossAggregation))}, got {mode!r}")
+        raise UserError(f"loss_agg must be one of {', '.join(get_args(LossAggregation))}, got {mode!r}")
     if normalizers.tokens == 0 or normalizers.sequences == 0:
         if present := int((mask != 0).sum()):
-            raise ValueError(f"the micro-batch has {present} loss tokens, but its step is counted as {normalizers}")
+            raise UserError(f"the micro-batch has {present} loss tokens, but its step is counted as {normalizers}")
         return masked_sum(per_token_loss, mask)
     if mode == "token-mean":
         return masked_sum(per_token_loss, mask) / normalizers.tokens

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.masking import check_finite, check_same_shape, select
+from roll.errors import UserError
 
 
 @torch.no_grad()
@@ -35,7 +36,7 @@ def token_rewards(scores: Tensor, kl: Tensor, kl_coef: float, mask: Tensor) -> T
         ValueError: shapes that do not fit; or a score, a KL or a reward that is not finite, with its row.
     """
     if scores.shape != kl.shape[:1]:
-        raise ValueError(f"scores must hold one number per row: scores {list(scores.shape)}, kl {list(kl.shape)}")
+        raise UserError(f"scores must hold one number per row: scores {list(scores.shape)}, kl {list(kl.shape)}")
     kl, keep = select(kl, mask), mask != 0
     check_finite(keep.any(dim=1), scores=scores)
     if kl_coef == 0:  # 0 * inf is nan.
@@ -83,7 +84,7 @@ def generalized_advantage_estimation(
     check_same_shape(rewards=rewards, values=values, mask=mask)
     for name, number in (("gamma", gamma), ("lam", lam)):
         if not 0 <= number <= 1:
-            raise ValueError(f"{name} must lie between 0 and 1, got {number}")
+            raise UserError(f"{name} must lie between 0 and 1, got {number}")
     check_finite(mask, rewards=rewards, values=values)
     rewards, values, keep = select(rewards, mask), select(values, mask), mask != 0
     advantages = torch.zeros_like(values)

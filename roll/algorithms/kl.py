@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.masking import check_finite, check_same_shape, select
+from roll.errors import UserError
 
 KLEstimator = Literal["k1", "k2", "k3", "abs"]
 KLControllerKind = Literal["fixed", "adaptive"]
@@ -45,7 +46,7 @@ def token_kl(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, estimator: 
         ValueError: unknown estimator, unequal shapes, or a kept log-prob that is not finite, with its row.
     """
     if estimator not in get_args(KLEstimator):
-        raise ValueError(f"kl.estimator must be one of {', '.join(get_args(KLEstimator))}, got {estimator!r}")
+        raise UserError(f"kl.estimator must be one of {', '.join(get_args(KLEstimator))}, got {estimator!r}")
     check_same_shape(log_probs=log_probs, ref_log_probs=ref_log_probs, mask=mask)
     check_finite(mask, log_probs=log_probs, ref_log_probs=ref_log_probs)
     # Selected before exp: the gradient of exp at a masked inf would be 0 * inf. The estimators map 0 to 0.
@@ -68,7 +69,7 @@ class KLController(ABC):
 
     def __init__(self, coef: float) -> None:
         if not (math.isfinite(coef) and coef >= 0):
-            raise ValueError(f"kl.coef must be a finite number of at least 0, got {coef}")
+            raise UserError(f"kl.coef must be a finite number of at least 0, got {coef}")
         self._coef = coef
 
     @property
@@ -89,7 +90,7 @@ class KLController(ABC):
 
     def _check_kind(self, state: dict[str, float | str]) -> None:
         if state["kind"] != self.kind:
-            raise ValueError(f"kl.kind is {self.kind!r}, but the state is of a controller of kind {state['kind']!r}")
+            raise UserError(f"kl.kind is {self.kind!r}, but the state is of a controller of kind {state['kind']!r}")
 
 
 class FixedKLController(KLController):
@@ -135,7 +136,7 @@ class AdaptiveKLController(KLController):
         super().__init__(coef)
         for name, number in (("coef", coef), ("target", target), ("horizon", horizon)):
             if not (math.isfinite(number) and number > 0):
-                raise ValueError(f"kl.{name} must be a finite number above 0 for kl.kind adaptive, got {number}")
+                raise UserError(f"kl.{name} must be a finite number above 0 for kl.kind adaptive, got {number}")
         self.target = target
         self.horizon = horizon
 
@@ -147,11 +148,11 @@ class AdaptiveKLController(KLController):
                 make the weight zero or negative.
         """
         if not math.isfinite(kl):
-            raise ValueError(f"the KL to the reference is {kl}: the weight of its penalty cannot be adapted to it")
+            raise UserError(f"the KL to the reference is {kl}: the weight of its penalty cannot be adapted to it")
         if num_samples < 0:
-            raise ValueError(f"num_samples must be at least 0, got {num_samples}")
+            raise UserError(f"num_samples must be at least 0, got {num_samples}")
         if self.MAX_ERROR * num_samples >= self.horizon:
-            raise ValueError(
+            raise UserError(
                 f"kl.horizon {self.horizon} is too short for {num_samples} samples per update: it must be above "
                 f"{self.MAX_ERROR * num_samples:g}, or the weight could turn negative"
             )
@@ -166,7 +167,7 @@ class AdaptiveKLController(KLController):
         self._check_kind(state)
         coef = float(state["value"])
         if not (math.isfinite(coef) and coef > 0):
-            raise ValueError(f"the state of the KL controller has weight {coef}, it must be a finite number above 0")
+            raise UserError(f"the state of the KL controller has weight {coef}, it must be a finite number above 0")
         self._coef = coef
 
 
@@ -178,6 +179,6 @@ def make_kl_controller(
         return FixedKLController(coef)
     if kind == "adaptive":
         if target is None or horizon is None:
-            raise ValueError(f"kl.kind adaptive needs kl.target and kl.horizon, got {target} and {horizon}")
+            raise UserError(f"kl.kind adaptive needs kl.target and kl.horizon, got {target} and {horizon}")
         return AdaptiveKLController(coef, target, horizon)
-    raise ValueError(f"kl.kind must be one of {', '.join(get_args(KLControllerKind))}, got {kind!r}")
+    raise UserError(f"kl.kind must be one of {', '.join(get_args(KLControllerKind))}, got {kind!r}")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.masking import check_same_shape, select
+from roll.errors import UserError
 
 # exp(20) = 4.9e8. Beyond it the ratio says nothing, and an overflow to inf would make the clipped branch's gradient
 # 0 * inf = nan.
@@ -55,9 +56,9 @@ def policy_loss(
         ValueError: unequal shapes, or a clip setting outside its range.
     """
     if not 0 <= clip_low <= 1:
-        raise ValueError(f"clip_low must lie between 0 and 1, got {clip_low}")
+        raise UserError(f"clip_low must lie between 0 and 1, got {clip_low}")
     if not clip_high >= 0:
-        raise ValueError(f"clip_high must be at least 0, got {clip_high}")
+        raise UserError(f"clip_high must be at least 0, got {clip_high}")
     check_same_shape(log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages, mask=mask)
     log_ratio = select(log_probs - old_log_probs.detach(), mask)
     advantages = select(advantages.detach(), mask)
@@ -96,7 +97,7 @@ def value_loss(
         ValueError: unequal shapes, or value_clip not above 0.
     """
     if value_clip is not None and not value_clip > 0:
-        raise ValueError(f"value_clip must be above 0, or None for no clipping, got {value_clip}")
+        raise UserError(f"value_clip must be above 0, or None for no clipping, got {value_clip}")
     check_same_shape(values=values, old_values=old_values, returns=returns, mask=mask)
     values, returns = select(values, mask), select(returns.detach(), mask)
     error = (values - returns).square()

@@ -12,12 +12,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from roll.errors import UserError
+
 
 def check_same_shape(**tensors: Tensor) -> None:
     """Raises ValueError if the named tensors differ in shape: broadcasting `[B, S]` with `[B, S-1]` is never meant."""
     if len({tensor.shape for tensor in tensors.values()}) > 1:
         shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
-        raise ValueError(f"these tensors must have one shape: {shapes}")
+        raise UserError(f"these tensors must have one shape: {shapes}")
 
 
 def check_finite(mask: Tensor | None = None, **tensors: Tensor) -> None:
@@ -34,7 +36,7 @@ def check_finite(mask: Tensor | None = None, **tensors: Tensor) -> None:
         wrong = ~tensor.isfinite() if mask is None else ~select(tensor, mask).isfinite()
         if wrong.any():
             place = wrong.nonzero()[0].tolist()
-            raise ValueError(f"{name}: row {place[0]} has {tensor[tuple(place)].item()}, which is not finite")
+            raise UserError(f"{name}: row {place[0]} has {tensor[tuple(place)].item()}, which is not finite")
 
 
 def select(values: Tensor, mask: Tensor) -> Tensor:
@@ -76,7 +78,7 @@ def whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
         ValueError: unequal shapes, a kept value that is not finite (with its row), or eps not above 0.
     """
     if not eps > 0:
-        raise ValueError(f"eps must be above 0, got {eps}")
+        raise UserError(f"eps must be above 0, got {eps}")
     check_finite(mask, values=values)
     exact = select(values, mask).double()
     centred = exact - masked_mean(exact, mask)

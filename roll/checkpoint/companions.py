@@ -22,6 +22,7 @@ import torch
 from roll.checkpoint.weight_files import INDEX, OLD_INDEX, indexed_files
 from roll.config import ConfigError, ModelConfig
 from roll.config.hf_config import read_config_json
+from roll.errors import UserError
 
 CONFIG = "config.json"
 WEIGHTS = frozenset(
@@ -60,7 +61,7 @@ def write_companions(
 def refuse_to_delete(source: Path | None, folder: Path) -> None:
     """Raise ValueError if `source` lies inside `folder`, which is replaced as a whole."""
     if source is not None and folder.resolve() in source.resolve().parents:
-        raise ValueError(f"the model came from {source}, inside of {folder}, which writing it there would replace")
+        raise UserError(f"the model came from {source}, inside of {folder}, which writing it there would replace")
 
 
 def companions(source: Path) -> Iterator[Path]:

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from roll.errors import UserError
+
 T = TypeVar("T")
 
 CHECKPOINT_FILES = ("state.pt", "common.pt", ".metadata", "metadata.json", "*.distcp")
@@ -60,14 +62,14 @@ def refuse_to_replace(folder: Path, kind: Kind) -> None:
     for name, used in (("working directory", Path.cwd()), ("home folder", Path(os.path.expanduser("~")).resolve())):
         if place == used or place in used.parents:
             where = "is" if place == used else "lies around"
-            raise ValueError(f"{folder} {where} the {name} {used}, which a {kind.value} would replace: {way_out} in it")
+            raise UserError(f"{folder} {where} the {name} {used}, which a {kind.value} would replace: {way_out} in it")
     if not os.path.lexists(folder):
         return
     if not folder.is_dir():
-        raise ValueError(f"{folder} is a file, which a {kind.value} would replace: {way_out}")
+        raise UserError(f"{folder} is a file, which a {kind.value} would replace: {way_out}")
     foreign = _foreign(folder, kind)
     if foreign:
-        raise ValueError(
+        raise UserError(
             f"{folder} holds {', '.join(foreign)}, and is no {kind.value} that a new one may replace: {way_out}, or "
             "move these files elsewhere"
         )

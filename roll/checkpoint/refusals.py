@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from roll.errors import UserError
+
 UNREADABLE = (pickle.UnpicklingError, EOFError, RuntimeError)
 """Errors of `torch.load` and `pickle.load` on bytes that they did not write. A broken archive is a RuntimeError."""
 
@@ -18,7 +20,7 @@ def damage_named(file: Path) -> Iterator[None]:
         yield
     except UNREADABLE as error:
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ValueError(f"{file} is damaged, or not a file of a checkpoint: {first_line}") from error
+        raise UserError(f"{file} is damaged, or not a file of a checkpoint: {first_line}") from error
 
 
 def check_same_model(theirs: Mapping[str, tuple[int, ...]], ours: Mapping[str, tuple[int, ...]]) -> None:
@@ -26,4 +28,4 @@ def check_same_model(theirs: Mapping[str, tuple[int, ...]], ours: Mapping[str, t
     for name in dict.fromkeys([*ours, *theirs]):
         if ours.get(name) != theirs.get(name):
             shapes = f"{theirs.get(name)} there, {ours.get(name)} here"
-            raise ValueError(f"the checkpoint is of another model: {name} has shape {shapes}")
+            raise UserError(f"the checkpoint is of another model: {name} has shape {shapes}")

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from roll.checkpoint.folders import Kind, begin_folder, finish_folder, on_rank_0
 from roll.checkpoint.refusals import check_same_model, damage_named
 from roll.config import expand_path
+from roll.errors import UserError
 
 
 def save_sharded(folder: str | Path, state_dict: dict[str, Any]) -> None:
@@ -82,7 +83,7 @@ def load_sharded(folder: str | Path, state_dict: dict[str, Any]) -> dict[str, An
         return dist_checkpointing.load(state_dict, str(folder))
     except CheckpointException as error:  # A BaseException, on all ranks if reading fails on one.
         reason = next(iter(error.failures.values()))[0]
-        raise ValueError(f"{folder} is damaged: its tensors cannot be read ({reason})") from error
+        raise UserError(f"{folder} is damaged: its tensors cannot be read ({reason})") from error
 
 
 def _sharded_tensors(value: Any) -> Iterator[ShardedTensor]:
@@ -99,8 +100,8 @@ def _check_complete(folder: Path) -> None:
     incomplete = f"{folder} is not a complete checkpoint (an interrupted save leaves `*.unfinished`)"
     absent = [name for name in ("metadata.json", ".metadata", "common.pt") if not (folder / name).is_file()]
     if absent:
-        raise ValueError(f"{incomplete}: it holds no {', '.join(absent)}")
+        raise UserError(f"{incomplete}: it holds no {', '.join(absent)}")
     try:
         dist_checkpointing.check_is_distributed_checkpoint(str(folder))
     except (TypeError, ValueError) as error:  # Not JSON, or JSON of something else.
-        raise ValueError(f"{folder / 'metadata.json'} is damaged, or not of a checkpoint: {error}") from error
+        raise UserError(f"{folder / 'metadata.json'} is damaged, or not of a checkpoint: {error}") from error

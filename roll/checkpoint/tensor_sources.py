@@ -16,6 +16,7 @@ from torch import Tensor
 
 from roll.checkpoint.weight_files import WeightFiles
 from roll.config import ModelConfig, expand_path
+from roll.errors import UserError
 from roll.models.families import EMBEDDING, OUTPUT, TENSOR_NAMES, family_shapes, join_qkv
 from roll.models.hf_layout import hf_shapes
 
@@ -75,7 +76,7 @@ class HfFolder:
         if tied and found.get(output) == found.get(embedding) == expected[embedding]:
             problems += self._untied(output, embedding)
         if problems:
-            raise ValueError(f"{self.folder} does not fit its config.json:\n  " + "\n  ".join(problems))
+            raise UserError(f"{self.folder} does not fit its config.json:\n  " + "\n  ".join(problems))
 
     def _untied(self, output: str, embedding: str) -> Iterator[str]:
         """A tied output that is another tensor than its embedding: transformers 4 reads the one, 5 the other."""

@@ -16,6 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from roll.errors import UserError
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 OLD_SINGLE = "pytorch_model.bin"
@@ -35,7 +37,7 @@ class WeightFiles:
         self.folder = folder
         found = next((name for name in BY_PREFERENCE if (folder / name).is_file()), None)
         if found is None:
-            raise ValueError(f"{folder} holds no weights: none of {', '.join(BY_PREFERENCE)}")
+            raise UserError(f"{folder} holds no weights: none of {', '.join(BY_PREFERENCE)}")
         self._loaded: tuple[str, dict[str, Tensor]] = ("", {})
         self._file_of: Mapping[str, str]
         if found in (SINGLE, OLD_SINGLE):
@@ -44,7 +46,7 @@ class WeightFiles:
         self._file_of = read_index(folder / found)
         absent = sorted(name for name in set(self._file_of.values()) if not (folder / name).is_file())
         if absent:
-            raise ValueError(f"{folder}: {found} names files that are not there: {', '.join(absent)}")
+            raise UserError(f"{folder}: {found} names files that are not there: {', '.join(absent)}")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor."""
@@ -76,7 +78,7 @@ class WeightFiles:
                 names = opened.keys()
                 return {name: tuple(opened.get_slice(name).get_shape()) for name in names}
         except SafetensorError as error:
-            raise ValueError(f"{self.folder / file} is not a complete safetensors file: {error}") from error
+            raise UserError(f"{self.folder / file} is not a complete safetensors file: {error}") from error
 
     def _unpickled(self, file: str) -> dict[str, Tensor]:
         """The tensors of a .bin file. The latest is kept, because neighbours of a model are asked for in turn."""
@@ -87,9 +89,9 @@ class WeightFiles:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         except (UnpicklingError, RuntimeError, EOFError) as error:
             way_out = "save the model as safetensors where it can be read"
-            raise ValueError(f"{path} is not a complete file of tensors alone ({way_out}): {error}") from error
+            raise UserError(f"{path} is not a complete file of tensors alone ({way_out}): {error}") from error
         if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-            raise ValueError(f"{path} must hold tensors by their names, and nothing else")
+            raise UserError(f"{path} must hold tensors by their names, and nothing else")
         self._loaded = (file, content)
         return content
 
@@ -108,4 +110,4 @@ def read_index(path: Path) -> dict[str, str]:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError) as error:  # Not JSON, no such key, or no object.
-        raise ValueError(f"{path} is not a complete index: {error!r}") from error
+        raise UserError(f"{path} is not a complete index: {error!r}") from error

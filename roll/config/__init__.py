@@ -7,7 +7,6 @@ from roll.config.algorithm import KLSettings, PPOSettings
 from roll.config.families import FAMILIES, Family
 from roll.config.load import dump_config, load_config
 from roll.config.micro_batch import MicroBatchSettings
-from roll.config.mistakes import mistake
 from roll.config.model import ModelConfig
 from roll.config.model_parallel import check_parallel
 from roll.config.model_source import ModelSource
@@ -64,5 +63,4 @@ __all__ = [
     "dump_config",
     "expand_path",
     "load_config",
-    "mistake",
 ]

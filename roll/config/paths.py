@@ -12,13 +12,15 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Strict
 
+from roll.errors import UserError
+
 
 def expand_path(path: str | os.PathLike[str]) -> Path:
     """`path` with its home folder in the place of `~`. Raises ValueError if there is no such user."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
-        raise ValueError(f"{os.fspath(path)!r} begins with ~, but there is no such home folder") from error
+        raise UserError(f"{os.fspath(path)!r} begins with ~, but there is no such home folder") from error
 
 
 def _expand_pattern(pattern: str) -> str:

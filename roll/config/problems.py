@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from roll.errors import UserError
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -21,7 +23,7 @@ class Problem:
         return Problem(".".join(part for part in (parent, self.path) if part), self.message)
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """Settings that cannot be used. Its message has one line for each of its `problems`."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:

@@ -12,6 +12,7 @@ from roll.config.optimizer import OptimizerSettings
 from roll.config.parallel import ParallelSettings
 from roll.config.problems import Check, Problem
 from roll.config.settings import Settings
+from roll.errors import UserError
 
 
 class ModelRoleSettings(Settings):
@@ -79,7 +80,7 @@ class RolloutSettings(Settings):
 def _module_and_function(value: str) -> str:
     module, colon, function = value.partition(":")
     if not (colon and function.isidentifier() and all(part.isidentifier() for part in module.split("."))):
-        raise ValueError("must look like package.module:function")
+        raise UserError("must look like package.module:function")
     return value
 
 

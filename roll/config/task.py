@@ -8,16 +8,17 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
 from roll.config.settings import Settings
+from roll.errors import UserError
 
 
 def _prompt_template(value: str) -> str:
     try:
         fields = [field for field in Formatter().parse(value) if field[1] is not None]
     except ValueError as error:
-        raise ValueError(f"is not a format string ({error})") from error
+        raise UserError(f"is not a format string ({error})") from error
     plain = all(name is not None and name.isidentifier() and not (spec or how) for _, name, spec, how in fields)
     if not (fields and plain):
-        raise ValueError("must say what is filled in, by plain names in braces such as {question}")
+        raise UserError("must say what is filled in, by plain names in braces such as {question}")
     return value
 
 

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from roll.config import Mode
 from roll.data import loading, processing
 from roll.data.loading import Data
+from roll.errors import UserError
 
 
 class BatchLoader:
@@ -55,9 +56,7 @@ class BatchLoader:
         """
         if group is not None:
             if (sp_rank, sp_size) != (0, 1):
-                raise ValueError(
-                    f"group has its own sp_rank and sp_size, but sp_rank={sp_rank}, sp_size={sp_size} came"
-                )
+                raise UserError(f"group has its own sp_rank and sp_size, but sp_rank={sp_rank}, sp_size={sp_size} came")
             sp_rank, sp_size = group.rank(), group.size()
         self._process = processing.data_process(
             use_packed_dataset=use_packed_dataset,
@@ -105,5 +104,5 @@ class BatchLoader:
     def split_data_sequence_parallel(self, data: Data, label: Tensor) -> tuple[Data, Tensor]:
         """This rank's part of the sequence. Raises ValueError in other modes than isp, which do not split here."""
         if self._mode != "isp":
-            raise ValueError(f"mode {self._mode} takes the whole sequence to the embedding; only isp splits the data")
+            raise UserError(f"mode {self._mode} takes the whole sequence to the embedding; only isp splits the data")
         return processing.split_data_sequence_parallel(data, label, sp_rank=self._sp_rank, sp_size=self._sp_size)

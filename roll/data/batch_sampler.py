@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
+from roll.errors import UserError
+
 
 @dataclass(frozen=True)
 class Position:
@@ -40,7 +42,7 @@ class RampUp:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if value < 1:
-                raise ValueError(f"ramp_up.{name} must be at least 1, got {value}")
+                raise UserError(f"ramp_up.{name} must be at least 1, got {value}")
 
 
 class PackAddress(NamedTuple):
@@ -80,13 +82,13 @@ class PackBatchSampler:
         sizes = {"num_packs": num_packs, "micro_num": micro_num, "dp_size": dp_size, "epochs": epochs}
         for name, value in sizes.items():
             if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+                raise UserError(f"{name} must be at least 1, got {value}")
         if not 0 <= dp_rank < dp_size:
-            raise ValueError(f"dp_rank={dp_rank} is not one of dp_size={dp_size} ranks")
+            raise UserError(f"dp_rank={dp_rank} is not one of dp_size={dp_size} ranks")
         if ramp_up is not None and ramp_up.start > micro_num:
-            raise ValueError(f"ramp_up.start={ramp_up.start} is over micro_num={micro_num}")
+            raise UserError(f"ramp_up.start={ramp_up.start} is over micro_num={micro_num}")
         if drop_last and num_packs < micro_num * dp_size:
-            raise ValueError(
+            raise UserError(
                 f"the dataset has {num_packs} packs, fewer than the {micro_num * dp_size} of one step "
                 f"(micro_num={micro_num} * dp_size={dp_size}), and drop_last is set"
             )

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from roll.config import MicroBatchSettings
 from roll.data.plan import plan_micro_batches
+from roll.errors import UserError
 from roll.protocol import DataProto
 
 
@@ -47,11 +48,11 @@ def check_dealt(batch: DataProto, dp_rank: int, dp_size: int | None = None) -> N
         return
     rows = batch.plan.rows
     if dp_rank >= len(rows) or (dp_size is not None and dp_size != len(rows)):
-        raise ValueError(
+        raise UserError(
             f"the plan deals to {len(rows)} data-parallel ranks, this is rank {dp_rank} of {dp_size or 'more'}"
         )
     if len(batch) != len(rows[dp_rank]):
-        raise ValueError(
+        raise UserError(
             f"the plan deals {len(rows[dp_rank])} of {batch.plan.num_rows} rows to data-parallel rank {dp_rank}, its "
             f"batch has {len(batch)}; a rank is given batch.select_idxs(plan.rows[dp_rank]).with_plan(plan)"
         )

@@ -16,6 +16,7 @@ from roll.data.pack import PackPlan
 from roll.data.packs import Pack, Plan, assemble
 from roll.data.sources.sample import Ids, SampleSource
 from roll.data.unpack import UnpackPlan
+from roll.errors import UserError
 
 
 class PackedDataset(Dataset[Pack]):
@@ -56,11 +57,11 @@ class PackedDataset(Dataset[Pack]):
         Raises ValueError for settings out of range, and for data that make no pack at all.
         """
         if context_length is not None and seq_len > context_length:
-            raise ValueError(f"seq_len={seq_len} is over the model's context of {context_length} tokens")
+            raise UserError(f"seq_len={seq_len} is over the model's context of {context_length} tokens")
         if drop_last and not use_packed_dataset:
-            raise ValueError("drop_last leaves out a pack that is not full; use_packed_dataset=False pads every pack")
+            raise UserError("drop_last leaves out a pack that is not full; use_packed_dataset=False pads every pack")
         if seed is not None and seed < 0:
-            raise ValueError(f"seed must not be negative, got {seed}")
+            raise UserError(f"seed must not be negative, got {seed}")
         self.source = source
         self.micro_bsz = micro_bsz
         self.seq_len = seq_len
@@ -142,8 +143,8 @@ class PackedDataset(Dataset[Pack]):
     def _refuse_empty(self) -> None:
         tokens = int(self.source.lengths.sum())
         if not tokens:
-            raise ValueError(f"the dataset is empty: {len(self.source)} samples hold no token")
-        raise ValueError(
+            raise UserError(f"the dataset is empty: {len(self.source)} samples hold no token")
+        raise UserError(
             f"the dataset has {tokens} tokens, not one pack of micro_bsz * seq_len = {self.micro_bsz} * {self.seq_len} "
             f"= {self.pack_length}, and drop_last is set"
         )

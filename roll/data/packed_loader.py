@@ -20,6 +20,7 @@ from roll.data.loading import Data
 from roll.data.packed_dataset import PackedDataset
 from roll.data.packs import Pack
 from roll.data.sources.sample import DataError
+from roll.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,9 @@ class PackedLoader:
         Raises ValueError if dataset and sampler disagree, or `prefetch` is negative.
         """
         if sampler.num_packs != len(dataset):
-            raise ValueError(f"the sampler is for {sampler.num_packs} packs, the dataset has {len(dataset)}")
+            raise UserError(f"the sampler is for {sampler.num_packs} packs, the dataset has {len(dataset)}")
         if prefetch < 0:
-            raise ValueError(f"prefetch must not be negative, got {prefetch}")
+            raise UserError(f"prefetch must not be negative, got {prefetch}")
         self.dataset = dataset
         self.sampler = sampler
         self.prefetch = prefetch
@@ -113,10 +114,10 @@ class PackedLoader:
         identity = self.dataset.identity()
         for name, value in identity.items():
             if state["dataset"].get(name) != value:
-                raise ValueError(f"the saved {name} is {state['dataset'].get(name)}, this dataset's is {value}")
+                raise UserError(f"the saved {name} is {state['dataset'].get(name)}, this dataset's is {value}")
         position = Position(**state["position"])
         if min(asdict(position).values()) < 0 or position.pack > len(self.dataset):
-            raise ValueError(f"the saved {position} is outside an epoch of {len(self.dataset)} packs")
+            raise UserError(f"the saved {position} is outside an epoch of {len(self.dataset)} packs")
         self.position = position
         self.close()
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from roll.errors import UserError
+
 
 @dataclass(frozen=True)
 class PackedRows:
@@ -128,4 +130,4 @@ def check_divides(length: int, shards: int, parts: str = "ranks of the sequence"
     """
     if length % shards:
         padded = -(-length // shards) * shards
-        raise ValueError(f"{length} tokens of a row do not split over {shards} {parts}; {padded} would fit")
+        raise UserError(f"{length} tokens of a row do not split over {shards} {parts}; {padded} would fit")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from roll.data.sources.sample import Sample, SampleSource
+from roll.errors import UserError
 
 PAD_ID = 0
 IGNORED = -100
@@ -94,7 +95,7 @@ def check_sizes(micro_bsz: int, seq_len: int) -> None:
     """Raise ValueError for a size below 1."""
     for name, value in {"micro_bsz": micro_bsz, "seq_len": seq_len}.items():
         if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+            raise UserError(f"{name} must be at least 1, got {value}")
 
 
 def build_all(plan: Plan, source: SampleSource, *, micro_bsz: int, seq_len: int) -> list[Pack]:

@@ -14,6 +14,7 @@ from itertools import pairwise
 from math import ceil
 from typing import NamedTuple
 
+from roll.errors import UserError
 from roll.protocol.plan import MicroBatchPlan
 
 # Work of a row of n tokens, up to a factor: the matrix products cost n * 24 h^2 FLOPs per layer (h hidden size, MLP of
@@ -105,14 +106,14 @@ def _as_plan(shares: list[_Bin], cuts: list[list[list[int]]]) -> MicroBatchPlan:
 
 def _check(lengths: Sequence[int], dp_size: int, max_tokens: int | None, rows: int | None, multiple_of: int) -> None:
     if (max_tokens is None) == (rows is None):
-        raise ValueError(f"exactly one of max_tokens and rows must be given, got {max_tokens} and {rows}")
+        raise UserError(f"exactly one of max_tokens and rows must be given, got {max_tokens} and {rows}")
     given = {"dp_size": dp_size, "max_tokens": max_tokens, "rows": rows, "multiple_of": multiple_of}
     for name, value in given.items():
         if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+            raise UserError(f"{name} must be at least 1, got {value}")
     negative = [row for row, length in enumerate(lengths) if length < 0]
     if negative:
-        raise ValueError(f"row {negative[0]} has length {lengths[negative[0]]}")
+        raise UserError(f"row {negative[0]} has length {lengths[negative[0]]}")
 
 
 def _common_count(needed: Sequence[int], multiple_of: int) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 from roll.config import Mode
 from roll.data.loading import Data, ProcessFunc
 from roll.data.packs import IGNORED, PAD_ID, check_sizes
+from roll.errors import UserError
 
 
 def data_process(
@@ -37,7 +38,7 @@ def data_process(
             `sp_size` ranks.
     """
     if mode not in get_args(Mode):
-        raise ValueError(f"mode must be one of {', '.join(get_args(Mode))}; got {mode!r}")
+        raise UserError(f"mode must be one of {', '.join(get_args(Mode))}; got {mode!r}")
     check_sizes(micro_bsz, seq_len)
     _check_rank(sp_rank, sp_size)
     steps: list[ProcessFunc] = []
@@ -80,10 +81,10 @@ def unpack_data(data: Data, labels: Tensor, *, micro_bsz: int, seq_len: int) -> 
     if lengths != [seq_len] * micro_bsz:
         padding = bounds[-2]
         if bounds[-1] != micro_bsz * seq_len or bool((labels[0, padding:] != IGNORED).any()):
-            raise ValueError(f"no pack of build_unpack, micro_bsz={micro_bsz}, seq_len={seq_len}: cu_seqlens {bounds}")
+            raise UserError(f"no pack of build_unpack, micro_bsz={micro_bsz}, seq_len={seq_len}: cu_seqlens {bounds}")
         lengths.pop()
     if len(lengths) > micro_bsz or max(lengths, default=0) > seq_len:
-        raise ValueError(f"segments of {lengths} tokens do not fit into micro_bsz={micro_bsz} rows of {seq_len}")
+        raise UserError(f"segments of {lengths} tokens do not fit into micro_bsz={micro_bsz} rows of {seq_len}")
     ids = data["input_ids"].new_full((micro_bsz, seq_len), PAD_ID)
     rows = labels.new_full((micro_bsz, seq_len), IGNORED)
     for row, (start, length) in enumerate(zip(bounds, lengths, strict=False)):
@@ -111,14 +112,14 @@ def split_data_sequence_parallel(data: Data, labels: Tensor, *, sp_rank: int, sp
 
 def _check_rank(sp_rank: int, sp_size: int) -> None:
     if not 0 <= sp_rank < sp_size:
-        raise ValueError(f"sp_rank={sp_rank} is not one of sp_size={sp_size} ranks")
+        raise UserError(f"sp_rank={sp_rank} is not one of sp_size={sp_size} ranks")
 
 
 def _check_divides(length: int, sp_size: int) -> None:
     if length % sp_size:
-        raise ValueError(f"sp={sp_size} does not divide the sequence of {length} tokens")
+        raise UserError(f"sp={sp_size} does not divide the sequence of {length} tokens")
 
 
 def _check_single(data: Data) -> None:
     if len(data["input_ids"]) != 1:
-        raise ValueError(f"expected one micro-batch of shape [1, P], got {list(data['input_ids'].shape)}")
+        raise UserError(f"expected one micro-batch of shape [1, P], got {list(data['input_ids'].shape)}")

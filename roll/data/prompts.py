@@ -17,6 +17,7 @@ from roll.data.sources.learned_text import EncodedText, encode_learned
 from roll.data.special_tokens import encode_text, front_tokens
 from roll.data.tasks import TaskItem
 from roll.data.tokenizer import check_characters, padding_id
+from roll.errors import UserError
 from roll.protocol import DataProto
 
 
@@ -47,9 +48,9 @@ def prompt_ids(
     prompts = [encode_text(item.prompt, tokenizer, front) for item in items]
     for index, ids in enumerate(prompts):
         if not ids:
-            raise ValueError(f"prompt {index} is empty: there is no token to continue from")
+            raise UserError(f"prompt {index} is empty: there is no token to continue from")
         if len(ids) > max_prompt_tokens:
-            raise ValueError(
+            raise UserError(
                 f"prompt {index} has {len(ids)} tokens, max_prompt_tokens is {max_prompt_tokens}: "
                 f"{items[index].prompt!r}"
             )
@@ -65,20 +66,20 @@ def encode_answers(
     than `max_new_tokens` with its end token, or not in the tokenizer's alphabet, and for a tokenizer without offsets.
     """
     if items and tokenizer.eos_token_id is None:
-        raise ValueError(
+        raise UserError(
             "the tokenizer has no eos_token, which ends an answer to learn: name one in its tokenizer_config.json"
         )
     texts, answers = [], []
     for index, item in enumerate(items):
         if item.answer is None:
-            raise ValueError(f"item {index} has no answer to learn from: its task names no single one")
+            raise UserError(f"item {index} has no answer to learn from: its task names no single one")
         answers.append(item.answer)
         texts.append(plain_text(item.prompt, item.answer, tokenizer, f"problem {index}"))
     check_characters(answers, tokenizer, what="answers")
     encoded = encode_learned(texts, tokenizer)
     for index, (_, in_loss) in enumerate(encoded):
         if max_new_tokens is not None and sum(in_loss) > max_new_tokens:
-            raise ValueError(
+            raise UserError(
                 f"answer {index} has {sum(in_loss)} tokens with its end token, max_new_tokens is {max_new_tokens}: "
                 f"{answers[index]!r}"
             )
@@ -96,9 +97,9 @@ class PromptSampler:
 
     def __init__(self, num_items: int, batch_size: int, seed: int) -> None:
         if not 1 <= batch_size <= num_items:
-            raise ValueError(f"batch_size must be between 1 and num_items = {num_items}, got {batch_size}")
+            raise UserError(f"batch_size must be between 1 and num_items = {num_items}, got {batch_size}")
         if seed < 0:
-            raise ValueError(f"seed must not be negative, got {seed}")
+            raise UserError(f"seed must not be negative, got {seed}")
         self.num_items = num_items
         self.batch_size = batch_size
         self.seed = seed
@@ -129,7 +130,7 @@ class PromptSampler:
         """Continue from a saved place. Raises ValueError if it belongs to another number of items or seed."""
         for name in ("num_items", "seed"):
             if state[name] != getattr(self, name):
-                raise ValueError(f"the saved {name} is {state[name]}, this sampler's is {getattr(self, name)}")
+                raise UserError(f"the saved {name} is {state[name]}, this sampler's is {getattr(self, name)}")
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = self._shuffle(self._epoch)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from roll.errors import UserError
 from roll.protocol import DataProto
 
 
@@ -29,7 +30,7 @@ def as_responses(
         ValueError: more columns were generated than `max_new_tokens`.
     """
     if generated.shape[1] > max_new_tokens:
-        raise ValueError(f"{generated.shape[1]} generated tokens are more than max_new_tokens {max_new_tokens}")
+        raise UserError(f"{generated.shape[1]} generated tokens are more than max_new_tokens {max_new_tokens}")
     ends = torch.isin(generated, torch.tensor(list(end_token_ids), device=generated.device)).long()
     is_response = (ends.cumsum(dim=1) - ends == 0).long()  # Up to and including the first end.
     missing = max_new_tokens - generated.shape[1]

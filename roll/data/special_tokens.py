@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from roll.errors import UserError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -22,7 +24,7 @@ def front_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     for start in range(len(whole) - len(bare) + 1):
         if whole[start : start + len(bare)] == bare:
             return list(whole[:start])
-    raise ValueError(f"{type(tokenizer).__name__} reads a text as other tokens once it adds special ones to it")
+    raise UserError(f"{type(tokenizer).__name__} reads a text as other tokens once it adds special ones to it")
 
 
 def _readable(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
@@ -32,7 +34,7 @@ def _readable(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
         if ids and not special.intersection(ids):
             return text, ids
-    raise ValueError(f"{type(tokenizer).__name__} reads no text, not even that of its own tokens")
+    raise UserError(f"{type(tokenizer).__name__} reads no text, not even that of its own tokens")
 
 
 def _texts_of_tokens(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:

@@ -34,6 +34,7 @@ import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
 from roll.config import ConfigError, Problem, TaskSettings
+from roll.errors import UserError
 
 Entry = dict[str, Any]
 RewardFunction = Callable[[list[str], list[Entry]], list[float]]
@@ -81,7 +82,7 @@ class ReasoningTask:
     ) -> None:
         for setting, size in (("train_size", train_size), ("eval_size", eval_size)):
             if size < 1:
-                raise ValueError(f"{setting} must be at least 1, got {size}")
+                raise UserError(f"{setting} must be at least 1, got {size}")
         self.name = name
         self.params = dict(params or {})
         self.seed = seed
@@ -117,7 +118,7 @@ class ReasoningTask:
                 train.append(item)
             if len(train) == train_size:
                 return tuple(train), tuple(held_out.values())
-        raise ValueError(
+        raise UserError(
             f"task {self.name} with params {self.params} has too few different prompts: eval_size {eval_size} and "
             f"train_size {train_size} were asked for, {MAX_DRAWS * (train_size + eval_size)} draws gave "
             f"{len(held_out)} eval items and then {len(train)} train items with other prompts"
@@ -134,7 +135,7 @@ class ReasoningTask:
         values = {**entry["metadata"], "question": entry["question"]}
         unknown = sorted(self._fields - values.keys())
         if unknown:
-            raise ValueError(
+            raise UserError(
                 f"prompt template {self.prompt_template!r} uses {', '.join(unknown)}, "
                 f"entries of {self.name} have {', '.join(sorted(values))}"
             )
@@ -144,15 +145,15 @@ class ReasoningTask:
 def _check_params(name: str, params: Mapping[str, Any]) -> None:
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, n=3)
-        raise ValueError(f"unknown task {name!r}; " + (f"near names: {', '.join(near)}" if near else _all_tasks()))
+        raise UserError(f"unknown task {name!r}; " + (f"near names: {', '.join(near)}" if near else _all_tasks()))
     known = {field.name for field in dataclasses.fields(DATASETS[name][1])} - {"seed", "size"}
     for param in params:
         if param in ("seed", "size"):
-            raise ValueError(f"params of task {name} may not set {param!r}: it follows from the task's own settings")
+            raise UserError(f"params of task {name} may not set {param!r}: it follows from the task's own settings")
         if param not in known:
             near = difflib.get_close_matches(param, known, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"unknown param {param!r} of task {name}; {hint}known: {', '.join(sorted(known))}")
+            raise UserError(f"unknown param {param!r} of task {name}; {hint}known: {', '.join(sorted(known))}")
 
 
 def _all_tasks() -> str:
@@ -163,7 +164,7 @@ def _entries(name: str, params: Mapping[str, Any], *, size: int, seed: int) -> I
     try:
         yield from reasoning_gym.create_dataset(name, size=size, seed=seed, **params)
     except (AssertionError, TypeError, ValueError) as error:  # how reasoning-gym refuses values, some while drawing
-        raise ValueError(f"task {name} refuses params {dict(params)}: {error}") from error
+        raise UserError(f"task {name} refuses params {dict(params)}: {error}") from error
 
 
 def _template_fields(template: str) -> set[str]:
@@ -171,13 +172,13 @@ def _template_fields(template: str) -> set[str]:
     try:
         parts = [part for part in Formatter().parse(template) if part[1] is not None]
     except ValueError as error:
-        raise ValueError(f"prompt template {template!r} is malformed: {error}") from error
+        raise UserError(f"prompt template {template!r} is malformed: {error}") from error
     if not parts:
-        raise ValueError(f"prompt template {template!r} has no field: every prompt would be the same")
+        raise UserError(f"prompt template {template!r} has no field: every prompt would be the same")
     fields = set()
     for _, field, spec, conversion in parts:
         if field is None or not field.isidentifier() or spec or conversion:
-            raise ValueError(f"prompt template {template!r}: a field is a plain name in braces, such as {{question}}")
+            raise UserError(f"prompt template {template!r}: a field is a plain name in braces, such as {{question}}")
         fields.add(field)
     return fields
 
@@ -227,7 +228,7 @@ def _is_exact(response: str, entry: Entry) -> bool:
     return bool(response.strip() == entry["answer"].strip())
 
 
-class RewardError(ValueError):
+class RewardError(UserError):
     """A reward function raised, or did not return one finite number per response."""
 
 
@@ -239,7 +240,7 @@ def load_reward_function(path: str) -> RewardFunction:
     """
     module_name, colon, function_name = path.partition(":")
     if not (colon and function_name and all(part.isidentifier() for part in module_name.split("."))):
-        raise ValueError(f"reward.function must be 'module:function', got {path!r}")
+        raise UserError(f"reward.function must be 'module:function', got {path!r}")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # the module is the user's: whatever it raises is reported under its name
@@ -247,17 +248,17 @@ def load_reward_function(path: str) -> RewardFunction:
         if not isinstance(error, ImportError | SyntaxError):
             where = traceback.extract_tb(error.__traceback__)[-1]
             reason = f"{type(error).__name__}: {error} ({where.filename} line {where.lineno})"
-        raise ValueError(f"reward.function {path!r}: cannot import module {module_name!r}: {reason}") from error
+        raise UserError(f"reward.function {path!r}: cannot import module {module_name!r}: {reason}") from error
     function: RewardFunction | None = getattr(module, function_name, None)
     if function is None or not callable(function):
         names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         near = difflib.get_close_matches(function_name, names, n=3)
         hint = f"; near names: {', '.join(near)}" if near else ""
-        raise ValueError(f"reward.function {path!r}: module {module_name!r} has no function {function_name!r}{hint}")
+        raise UserError(f"reward.function {path!r}: module {module_name!r} has no function {function_name!r}{hint}")
     try:
         inspect.signature(function).bind([], [])
     except TypeError as error:
-        raise ValueError(f"reward.function {path!r} must accept (responses, entries): {error}") from error
+        raise UserError(f"reward.function {path!r} must accept (responses, entries): {error}") from error
     return function
 
 

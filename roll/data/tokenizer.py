@@ -18,6 +18,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from roll.data.lost_text import lost_pieces
+from roll.errors import UserError
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 
@@ -37,10 +38,10 @@ def build_char_tokenizer(alphabet: str | None = None) -> PreTrainedTokenizerFast
     """
     alphabet = DEFAULT_ALPHABET if alphabet is None else alphabet
     if not alphabet:
-        raise ValueError("alphabet must hold at least one character")
+        raise UserError("alphabet must hold at least one character")
     repeated = sorted({character for character in alphabet if alphabet.count(character) > 1})
     if repeated:
-        raise ValueError(f"alphabet must hold each character once, repeated: {_quoted(repeated)}")
+        raise UserError(f"alphabet must hold each character once, repeated: {_quoted(repeated)}")
     vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *alphabet))}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -91,7 +92,7 @@ def check_characters(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, *
     """Raise ValueError naming each character of `texts` that the tokenizer does not know; `what` names the texts."""
     unknown = unknown_characters(texts, tokenizer)
     if unknown:
-        raise ValueError(f"{what} hold characters that the tokenizer does not know: {_quoted(unknown)}")
+        raise UserError(f"{what} hold characters that the tokenizer does not know: {_quoted(unknown)}")
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from roll.config.hf_config import read_config_json
+from roll.errors import UserError
 
 CONFIG, WHOLE, SENTENCEPIECE = "tokenizer_config.json", "tokenizer.json", "tokenizer.model"
 WITHOUT_A_CLASS = ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -47,14 +48,14 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokeni
             folder, config=_tokenizer_class_of(folder), trust_remote_code=trust_remote_code
         )
     except ImportError as error:  # of the code, which names the package that it wants
-        raise ValueError(f"{folder} has no usable tokenizer: {error}") from error
+        raise UserError(f"{folder} has no usable tokenizer: {error}") from error
     except (OSError, ValueError) as error:
         # transformers does without the code only for some families, such as InternLM2 and Qwen2.
         if code and not trust_remote_code:
             refused: str | None = _code_is_needed(folder, code)
         else:  # An OSError of the folder's code is about a file of it.
             refused = None if code and isinstance(error, OSError) else _package_is_needed(folder)
-        raise ValueError(refused or f"{folder} has no usable tokenizer: {error}") from error
+        raise UserError(refused or f"{folder} has no usable tokenizer: {error}") from error
     return tokenizer
 
 
@@ -64,24 +65,24 @@ def _check_files(folder: Path, code: str | None) -> None:
         _check_whole(folder / WHOLE)
         return
     if code is not None:
-        raise ValueError(_code_is_needed(folder, code))
+        raise UserError(_code_is_needed(folder, code))
     if not any((folder / name).is_file() for name in VOCABULARIES):
-        raise ValueError(f"{folder} has no tokenizer: none of {', '.join(VOCABULARIES)}")
+        raise UserError(f"{folder} has no tokenizer: none of {', '.join(VOCABULARIES)}")
     if missing := _package_is_needed(folder):
-        raise ValueError(missing)
+        raise UserError(missing)
 
 
 def _check_whole(file: Path) -> None:
     """Raise ValueError unless `file` is a tokenizer that the installed tokenizers library reads."""
     content = _read_json(file)
     if not isinstance(content.get("added_tokens"), list) or not isinstance(content.get("model"), dict):
-        raise ValueError(f"{file} is no tokenizer: it must have a list added_tokens and an object model")
+        raise UserError(f"{file} is no tokenizer: it must have a list added_tokens and an object model")
     try:
         Tokenizer.from_file(str(file))
     except Exception as error:  # the library's own is of no narrower type
         if type(error) is not Exception:
             raise
-        raise ValueError(
+        raise UserError(
             f"{file} cannot be read by tokenizers {version('tokenizers')}: {error}; if a newer version wrote it, "
             "install that one"
         ) from error
@@ -91,7 +92,7 @@ def _check_code(folder: Path, code: str) -> None:
     """Raise ValueError if a class's file is missing in the folder; that of `repository--module.Class` is elsewhere."""
     file = folder / f"{code.rpartition('.')[0]}.py"
     if "--" not in code and not file.is_file():
-        raise ValueError(f"{folder} has no usable tokenizer: {CONFIG} names its code {code}, and there is no {file}")
+        raise UserError(f"{folder} has no usable tokenizer: {CONFIG} names its code {code}, and there is no {file}")
 
 
 def _package_is_needed(folder: Path) -> str | None:
@@ -144,7 +145,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+        raise UserError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
+        raise UserError(f"{path} must hold a JSON object, got {type(content).__name__}")
     return content

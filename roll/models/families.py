@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from roll.config import ModelConfig
+from roll.errors import UserError
 from roll.models.hf_layout import hf_shapes
 
 EMBEDDING, OUTPUT = "model.tok_embeddings.weight", "output.weight"
@@ -127,11 +128,11 @@ def from_family(model: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterator[t
     for name, tensor in tensors.items():
         canonical = names.canonical(name)
         if canonical is None:
-            raise ValueError(f"{name}: {model.model_type} has no such tensor")
+            raise UserError(f"{name}: {model.model_type} has no such tensor")
         own = names.of(canonical)
         missing = [other for other in own if other not in tensors]
         if missing:
-            raise ValueError(f"{name} is joined with {' and '.join(missing)}, which must come with it")
+            raise UserError(f"{name} is joined with {' and '.join(missing)}, which must come with it")
         if name == own[0]:  # k and v come with their q.
             yield canonical, tensor if len(own) == 1 else join_qkv(model, *(tensors[other] for other in own))
 

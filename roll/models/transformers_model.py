@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from roll.config import ModelConfig
+from roll.errors import UserError
 from roll.models.families import from_family, to_family
 
 
@@ -38,7 +39,7 @@ def load_tensors(target: PreTrainedModel, model: ModelConfig, tensors: Iterable[
     for name, tensor in as_transformers_names(model, tensors):
         if name not in parameters or parameters[name].shape != tensor.shape:
             wanted = tuple(parameters[name].shape) if name in parameters else "no such tensor"
-            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, the model has {wanted}")
+            raise UserError(f"{name}: got shape {tuple(tensor.shape)}, the model has {wanted}")
         with torch.no_grad():
             parameters[name].copy_(tensor)
         filled.add(name)

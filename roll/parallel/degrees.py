@@ -13,6 +13,7 @@ from math import prod
 
 from roll.config import ParallelSettings
 from roll.config.parallel import RANK_AXES
+from roll.errors import UserError
 
 DEFAULT_RANK_ORDER = "tp-cp-ep-dp-pp"
 
@@ -48,16 +49,16 @@ class ParallelDegrees:
     def __post_init__(self) -> None:
         for axis in ("world_size", "tp", "pp", "cp", "wp"):
             if getattr(self, axis) < 1:
-                raise ValueError(f"{axis} must be at least 1, got {getattr(self, axis)}")
+                raise UserError(f"{axis} must be at least 1, got {getattr(self, axis)}")
         if sorted(self.order.split("-")) != sorted(RANK_AXES):
-            raise ValueError(f"rank_order must name each of {'-'.join(RANK_AXES)} once, got {self.order!r}")
+            raise UserError(f"rank_order must name each of {'-'.join(RANK_AXES)} once, got {self.order!r}")
         if self.world_size % self.model_parallel_size:
-            raise ValueError(
+            raise UserError(
                 f"world_size {self.world_size} is not a multiple of tp {self.tp} x pp {self.pp} x cp {self.cp} "
                 f"= {self.model_parallel_size}"
             )
         if self.cp * self.dp % self.wp:
-            raise ValueError(
+            raise UserError(
                 f"wp {self.wp} does not divide the {self.cp * self.dp} ranks of a stage (cp {self.cp} x dp {self.dp})"
             )
 
@@ -70,7 +71,7 @@ class ParallelDegrees:
         """
         if world_size % settings.model_parallel_size:
             given = f"{settings.describe()} = {settings.model_parallel_size}"
-            raise ValueError(f"world_size {world_size} is not a multiple of {given}")
+            raise UserError(f"world_size {world_size} is not a multiple of {given}")
         return cls(
             world_size,
             tp=settings.tp,
@@ -97,7 +98,7 @@ class ParallelDegrees:
     def coordinates(self, rank: int) -> RankCoordinates:
         """The coordinates of a global rank. Raises ValueError outside `range(world_size)`."""
         if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank {rank} is outside a world of {self.world_size} ranks")
+            raise UserError(f"rank {rank} is outside a world of {self.world_size} ranks")
         position, rest = {}, rank
         for axis, size in self._sizes.items():
             rest, position[axis] = divmod(rest, size)
@@ -119,7 +120,7 @@ class ParallelDegrees:
         """
         unknown = set(axes.split("-")) - set(RANK_AXES)
         if unknown:
-            raise ValueError(f"unknown axes {', '.join(sorted(unknown))}; they are {', '.join(RANK_AXES)}")
+            raise UserError(f"unknown axes {', '.join(sorted(unknown))}; they are {', '.join(RANK_AXES)}")
         inside = [axis for axis in self._sizes if axis in axes.split("-")]
         outside = [axis for axis in self._sizes if axis not in inside]
         groups = []

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from roll.config import Mode, ParallelSettings
+from roll.errors import UserError
 from roll.parallel.degrees import ParallelDegrees, RankCoordinates
 from roll.platform import get_platform
 
@@ -185,7 +186,7 @@ def _join(timeout: timedelta) -> None:
     names = ("RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
     if missing:
-        raise ValueError(f"WORLD_SIZE is set, but not {', '.join(missing)}: start the ranks with torchrun")
+        raise UserError(f"WORLD_SIZE is set, but not {', '.join(missing)}: start the ranks with torchrun")
     address = tuple(map(os.environ.get, ("WORLD_SIZE", *names)))
     try:
         if _rendezvous is None or _rendezvous.address != address:
@@ -202,7 +203,7 @@ def _join(timeout: timedelta) -> None:
         )
     except dist.DistNetworkError as error:  # The port is taken, or nobody listens there.
         place = f"MASTER_ADDR {os.environ['MASTER_ADDR']}, MASTER_PORT {os.environ['MASTER_PORT']}"
-        raise ValueError(f"{place}: the ranks cannot meet there: {str(error).splitlines()[0]}") from error
+        raise UserError(f"{place}: the ranks cannot meet there: {str(error).splitlines()[0]}") from error
     _joined_here = True
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
-from roll.config import ConfigError, Problem, mistake
+from roll.config import ConfigError, Problem
+from roll.errors import UserError, mistake
 
 PATIENCE_S = 10.0
 """How long a rank may take to end after it was told to."""
@@ -27,7 +28,7 @@ def run_on_ranks(function: Callable[..., None], *arguments: Any, world_size: int
     Function and arguments are pickled. Ranks find each other by the environment, as under torchrun.
 
     Raises:
-        ConfigError: a rank found a mistake of the user (`roll.config.mistake`).
+        ConfigError: a rank found a mistake of the user (`roll.errors.mistake`).
         torch.multiprocessing.ProcessRaisedException: a rank failed; with its traceback.
         KeyboardInterrupt: after every rank has ended.
     """
@@ -74,7 +75,7 @@ def _rank(
     )
     try:
         function(*arguments)
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         lines = mistake(error)
         if lines is None:
             raise

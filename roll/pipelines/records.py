@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from roll.errors import UserError
+
 
 class JsonLinesFile:
     """A file that grows by one JSON object a line."""
@@ -64,7 +66,7 @@ def plain_number(value: Any, name: str) -> int | float:
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         value = value.item()
     if not isinstance(value, numbers.Real):
-        raise ValueError(f"metric {name!r} must be a number or a 0-dim tensor, got {type(value).__name__}: {value!r}")
+        raise UserError(f"metric {name!r} must be a number or a 0-dim tensor, got {type(value).__name__}: {value!r}")
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from roll.checkpoint.folders import on_rank_0
 from roll.config import ConfigError, Problem, SFTConfig
 from roll.data import PackBatchSampler, PackedDataset, PackedLoader
+from roll.errors import UserError
 from roll.pipelines.records import replace_file
 from roll.pipelines.sft_settings import differences, shaping_settings
 from roll.strategies.base import TrainStrategy
@@ -44,9 +45,9 @@ class SFTCheckpoints:
         try:
             state: dict[str, Any] = json.loads(self._newest.read_text())
         except ValueError as error:
-            raise ValueError(f"{self._newest} is damaged: {error}") from error
+            raise UserError(f"{self._newest} is damaged: {error}") from error
         if not self._of(state["step"]).is_dir():
-            raise ValueError(f"{self._newest} names step {state['step']}, of which there is no folder")
+            raise UserError(f"{self._newest} names step {state['step']}, of which there is no folder")
         return state
 
     def save(self, step: int, strategy: TrainStrategy, loader: PackedLoader) -> None:

@@ -28,6 +28,7 @@ from rich.console import Console
 from torch.utils.tensorboard import SummaryWriter
 
 from roll.config import expand_path
+from roll.errors import UserError
 from roll.pipelines.display import Display, StepReport, start_display
 from roll.pipelines.plot import REWARD_PICTURE, Picture, save_picture
 from roll.pipelines.records import (
@@ -104,7 +105,7 @@ class RunTracker:
 
     def __enter__(self) -> RunTracker:
         if self.run_dir.exists() and not self.run_dir.is_dir():
-            raise ValueError(f"run_dir must be a folder, {self.run_dir} is a file")
+            raise UserError(f"run_dir must be a folder, {self.run_dir} is a file")
         if self._resume_after is None:
             _remove_earlier_run(self.run_dir, self._picture)
         else:
@@ -160,10 +161,10 @@ class RunTracker:
         Raises ValueError for a step that does not rise, a value that is no number, or a reserved name.
         """
         if self._last_step is not None and step <= self._last_step:
-            raise ValueError(f"steps must rise: step {step} was logged after step {self._last_step}")
+            raise UserError(f"steps must rise: step {step} was logged after step {self._last_step}")
         for name in RESERVED_NAMES:
             if name in metrics:
-                raise ValueError(f"a metric may not be called {name!r}")
+                raise UserError(f"a metric may not be called {name!r}")
         values = {name: plain_number(metrics[name], name) for name in sorted(metrics)}
         written, not_finite = split_not_finite(values)
         self._metrics.append({"step": step, **written} | ({"not_finite": not_finite} if not_finite else {}))

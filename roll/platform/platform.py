@@ -12,6 +12,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from roll.errors import UserError
+
 
 class Platform(ABC):
     """Where tensors live and how ranks talk. One instance per process, from `get_platform()`."""
@@ -134,7 +136,7 @@ class CudaPlatform(Platform):
 
     def use_device(self, local_rank: int) -> None:
         if local_rank >= torch.cuda.device_count():
-            raise ValueError(f"local rank {local_rank} has no GPU: this process sees {torch.cuda.device_count()}")
+            raise UserError(f"local rank {local_rank} has no GPU: this process sees {torch.cuda.device_count()}")
         torch.cuda.set_device(local_rank)
 
     def quiet_megatron(self) -> AbstractContextManager[None]:
@@ -176,7 +178,7 @@ def get_platform() -> Platform:
     found = "cuda" if torch.cuda.is_available() else "cpu"
     wanted = os.environ.get("ROLL_PLATFORM", found)
     if wanted not in ("cpu", "cuda"):
-        raise ValueError(f"ROLL_PLATFORM must be cpu or cuda, got {wanted!r}")
+        raise UserError(f"ROLL_PLATFORM must be cpu or cuda, got {wanted!r}")
     if wanted == "cuda" and found == "cpu":
-        raise ValueError("ROLL_PLATFORM is cuda, but torch finds no GPU")
+        raise UserError("ROLL_PLATFORM is cuda, but torch finds no GPU")
     return CpuPlatform() if wanted == "cpu" else CudaPlatform()

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
+from roll.errors import UserError
 from roll.protocol import joining
 from roll.protocol.data_proto import DataProto
 from roll.protocol.tensors import tensor_dict
@@ -38,7 +39,7 @@ def from_verl(other: BatchLike) -> DataProto:
     """
     missing = [name for name in ("batch", "non_tensor_batch", "meta_info") if not hasattr(other, name)]
     if missing:
-        raise ValueError(f"a {type(other).__name__} is not like verl's DataProto: it has no {', '.join(missing)}")
+        raise UserError(f"a {type(other).__name__} is not like verl's DataProto: it has no {', '.join(missing)}")
     meta = dict(other.meta_info or {})
     tensors = None if other.batch is None else dict(other.batch.items())
     objects = dict(other.non_tensor_batch or {})
@@ -62,10 +63,10 @@ def to_tensordict(data: DataProto) -> TensorDict:
     Raises ValueError when a field and an entry of meta_info share a name, or there are no rows to speak of (a stub).
     """
     if data.batch is None and not data.non_tensor_batch:
-        raise ValueError("a stub has no rows, so it cannot be a TensorDict")
+        raise UserError("a stub has no rows, so it cannot be a TensorDict")
     both = sorted(name for name in data.meta_info if name in data)
     if both:
-        raise ValueError(f"{', '.join(both)}: a field and an entry of meta_info; a TensorDict has one name for both")
+        raise UserError(f"{', '.join(both)}: a field and an entry of meta_info; a TensorDict has one name for both")
     size = [len(data)]
     meta = DataProto(meta_info=data.meta_info).meta_info
     entries: dict[str, Any] = dict(data.tensors)

@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from roll.errors import UserError
 from roll.protocol import display, joining, storage
 from roll.protocol.normalizers import LossNormalizers
 from roll.protocol.plan import MicroBatchPlan
@@ -92,7 +93,7 @@ class BatchData:
         With `auto_padding`, `is_padding_enabled` holds of it. Raises ValueError if `num_batch_dims` is not 1.
         """
         if num_batch_dims != 1:
-            raise ValueError(
+            raise UserError(
                 f"num_batch_dims={num_batch_dims}: rows are one dimension; flatten(0, {num_batch_dims - 1})"
             )
         meta = {**(meta_info or {}), **({AUTO_PADDING: True} if auto_padding else {})}
@@ -134,23 +135,23 @@ class BatchData:
         Raises ValueError, as the class says.
         """
         if self.batch is not None and len(self.batch.batch_size) != 1:
-            raise ValueError(f"batch must have one batch dimension [B], got {list(self.batch.batch_size)}")
+            raise UserError(f"batch must have one batch dimension [B], got {list(self.batch.batch_size)}")
         tensors, count = self.tensors, len(self)
         for name, value in tensors.items():
             check_tensor(name, value)
         for name, values in self.non_tensor_batch.items():
             if not isinstance(values, np.ndarray) or values.dtype != object or values.ndim != 1:
-                raise ValueError(f"{name} must be an object array [B], got {type(values).__name__}")
+                raise UserError(f"{name} must be an object array [B], got {type(values).__name__}")
         lengths = {name: len(values) for name, values in self.to_dict().items()}
         if any(length != count for length in lengths.values()):
-            raise ValueError(f"fields must have the same number of rows, got {lengths}")
+            raise UserError(f"fields must have the same number of rows, got {lengths}")
         both = sorted(tensors.keys() & self.non_tensor_batch.keys())
         if both:
-            raise ValueError(f"{', '.join(both)}: given both as tensor and as non-tensor field")
+            raise UserError(f"{', '.join(both)}: given both as tensor and as non-tensor field")
         if self.plan is not None and lengths:
             shares = [len(rows) for rows in self.plan.rows]
             if count not in {self.plan.num_rows, *shares}:
-                raise ValueError(f"a plan of {self.plan.num_rows} rows, shares {shares}, on a batch of {count} rows")
+                raise UserError(f"a plan of {self.plan.num_rows} rows, shares {shares}, on a batch of {count} rows")
         for key in (BROADCAST_NON_TENSOR, AUTO_PADDING):
             _checked_flag(self.meta_info, key)
         _checked_micro_batch_size(self.meta_info)
@@ -274,14 +275,14 @@ class BatchData:
 def _checked_flag(meta_info: Mapping[str, Any], key: str) -> bool:
     flag = meta_info.get(key, False)
     if not isinstance(flag, bool):
-        raise ValueError(f"meta_info {key} must be True or False, got {flag!r}")
+        raise UserError(f"meta_info {key} must be True or False, got {flag!r}")
     return flag
 
 
 def _checked_micro_batch_size(meta_info: Mapping[str, Any]) -> int | None:
     rows = meta_info.get(MICRO_BATCH_SIZE)
     if rows is not None and (not isinstance(rows, int | np.integer) or isinstance(rows, bool) or rows < 1):
-        raise ValueError(f"meta_info {MICRO_BATCH_SIZE} must be an integer of at least 1, got {rows!r}")
+        raise UserError(f"meta_info {MICRO_BATCH_SIZE} must be an integer of at least 1, got {rows!r}")
     return None if rows is None else int(rows)
 
 

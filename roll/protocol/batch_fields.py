@@ -9,6 +9,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, Self, TypeVar
 import numpy as np
 from torch import Tensor
 
+from roll.errors import UserError
 from roll.protocol.batch_data import BatchData
 from roll.protocol.field_names import check_kinds, known, listed, new_names
 from roll.protocol.tensors import tensor_dict
@@ -100,7 +101,7 @@ class BatchFields(BatchData):
         if not other:
             return replace(self)
         if len(given) != len(self) and (self.batch is not None or self.non_tensor_batch):
-            raise ValueError(f"update of {len(self)} rows with fields of {len(given)} rows")
+            raise UserError(f"update of {len(self)} rows with fields of {len(given)} rows")
         check_kinds(self.to_dict(), given.to_dict())
         tensors = {**self.tensors, **given.tensors}
         device = None if self.batch is None else self.batch.device

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from roll.errors import UserError
 from roll.protocol import row_order
 from roll.protocol.batch_data import BatchData
 from roll.protocol.field_names import known
@@ -68,7 +69,7 @@ class BatchRows(BatchData):
         """
         rows = resolve_rows(indices, len(self))
         if not isinstance(rows, Tensor):
-            raise ValueError(f"reorder needs a list or an array of row numbers, got {indices!r}")
+            raise UserError(f"reorder needs a list or an array of row numbers, got {indices!r}")
         row_order.check_permutation(rows, len(self))
         return self._take(rows)
 
@@ -76,7 +77,7 @@ class BatchRows(BatchData):
         """Without the last `pad_size` rows. Raises ValueError if there are not so many."""
         row_order.check_count(pad_size, 0, "unpad needs a number of rows")
         if pad_size > len(self):
-            raise ValueError(f"unpad of {pad_size} rows from a batch of {len(self)} rows")
+            raise UserError(f"unpad of {pad_size} rows from a batch of {len(self)} rows")
         return self.slice(0, len(self) - pad_size)
 
     # --- more rows ----------------------------------------------------------------------------------------------------
@@ -113,9 +114,9 @@ class BatchRows(BatchData):
         """
         row_order.check_count(padding_size, 0, "padding needs a number of rows")
         if padding_candidate not in ("first", "last", ""):
-            raise ValueError(f"padding_candidate must be first or last, got {padding_candidate!r}")
+            raise UserError(f"padding_candidate must be first or last, got {padding_candidate!r}")
         if padding_size and not len(self):
-            raise ValueError(f"padding of {padding_size} rows for a batch that has none to copy")
+            raise UserError(f"padding of {padding_size} rows for a batch that has none to copy")
         copied = 0 if padding_candidate == "first" else len(self) - 1
         return self.select_idxs([*range(len(self)), *[copied] * padding_size])
 

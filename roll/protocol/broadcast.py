@@ -12,6 +12,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from roll.errors import UserError
+
 
 def broadcast_obj(obj: Any, group: dist.ProcessGroup | None) -> Any:
     """The first rank's object, on every rank of the group; it travels as a pickle.
@@ -29,7 +31,7 @@ def broadcast_obj(obj: Any, group: dist.ProcessGroup | None) -> Any:
             failed, objects[0] = error, f"{type(error).__name__}: {error}"
     dist.broadcast_object_list(objects, src=dist.get_process_group_ranks(group)[0], group=group)
     if objects[0] is not None:
-        raise ValueError(f"broadcast_obj: the first rank's object cannot be pickled: {objects[0]}") from failed
+        raise UserError(f"broadcast_obj: the first rank's object cannot be pickled: {objects[0]}") from failed
     return obj if dist.get_rank(group) == 0 else pickle.loads(objects[1])
 
 

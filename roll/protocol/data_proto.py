@@ -15,6 +15,7 @@ from typing import Any, NoReturn, Self, TypeVar, cast
 
 from tensordict import TensorDict
 
+from roll.errors import UserError
 from roll.protocol import joining, storage
 from roll.protocol.batch_fields import BatchFields
 from roll.protocol.batch_rows import BatchRows
@@ -61,15 +62,15 @@ class DataProto(BatchRows, BatchFields):
         another entry of meta_info.
         """
         if not data:
-            raise ValueError("concat needs at least one piece")
+            raise UserError("concat needs at least one piece")
         for number, piece in enumerate(data):
             if not isinstance(piece, DataProto):
-                raise ValueError(f"concat: piece {number} is a {type(piece).__name__}, not a DataProto")
+                raise UserError(f"concat: piece {number} is a {type(piece).__name__}, not a DataProto")
         without = [piece.batch is None for piece in data]
         # Rows of objects alone are joined, whether their batch is empty or none.
         of_objects = data[0].non_tensor_batch and not any(piece.tensors for piece in data)
         if any(without) and not all(without) and not of_objects:
-            raise ValueError(f"concat: of piece 0 and piece {without.index(not without[0])} one has no batch")
+            raise UserError(f"concat: of piece 0 and piece {without.index(not without[0])} one has no batch")
         tensors = joining.concat_tensors([piece.tensors for piece in data])
         objects = joining.concat_arrays([piece.non_tensor_batch for piece in data])
         meta = joining.concat_metas([piece.meta_info for piece in data], listed(global_keys))
@@ -99,9 +100,9 @@ class DataProto(BatchRows, BatchFields):
         Raises ValueError when the numbers of rows differ, or a name has different values in the two.
         """
         if not isinstance(other, DataProto):
-            raise ValueError(f"union with a {type(other).__name__}, not a DataProto")
+            raise UserError(f"union with a {type(other).__name__}, not a DataProto")
         if len(self) != len(other):
-            raise ValueError(f"union of {len(self)} and {len(other)} rows")
+            raise UserError(f"union of {len(self)} and {len(other)} rows")
         tensors = joining.merged(self.tensors, other.tensors, "batch")
         devices = [batch.device for batch in (self.batch, other.batch) if batch is not None and batch.device]
         device = devices[0] if devices else None

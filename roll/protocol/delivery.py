@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roll.config import RowsOn
+from roll.errors import UserError
 from roll.protocol.broadcast import broadcast_bytes
 from roll.protocol.data_proto import DataProto
 from roll.protocol.delivery_messages import Decision, RankReport, message_of, pickled_lacking, with_shared_entries
@@ -63,7 +64,7 @@ class BatchDelivery:
         rows_on: RowsOn = "leader",
     ) -> None:
         if rows_on not in get_args(RowsOn):
-            raise ValueError(f"rows_on must be one of {', '.join(get_args(RowsOn))}; got {rows_on!r}")
+            raise UserError(f"rows_on must be one of {', '.join(get_args(RowsOn))}; got {rows_on!r}")
         self._share, self._leaders = share, leaders
         self._levels = [group for group in levels if group.size() > 1]
         self._device, self._rows_on = device, rows_on
@@ -169,7 +170,7 @@ class BatchDelivery:
         """Raises ValueError if a rank reports a defect."""
         for rank, report in zip(self._share.ranks, reports, strict=True):
             if report.error is not None:
-                raise ValueError(f"{self._share.name}: rank {rank}: {report.error}")
+                raise UserError(f"{self._share.name}: rank {rank}: {report.error}")
 
     def _check_same(self, reports: list[RankReport]) -> None:
         """Raises ValueError if a rank brings another batch than the leader. A stub may lack what the leader has."""
@@ -177,12 +178,12 @@ class BatchDelivery:
         ours, *others = reports
         for rank, theirs in zip(group.ranks[1:], others, strict=True):
             if theirs.specs is None and self._rows_on == "every_rank":
-                raise ValueError(f"{group.name}: rank {rank} has no rows, only a stub")
+                raise UserError(f"{group.name}: rank {rank} has no rows, only a stub")
             for name, value in theirs.shared.items():
                 if name not in ours.shared:
-                    raise ValueError(f"{group.name}: the batch of rank {rank} has {name}, the leader's has none")
+                    raise UserError(f"{group.name}: the batch of rank {rank} has {name}, the leader's has none")
                 if ours.shared[name] != value:
-                    raise ValueError(f"{group.name}: the batch of rank {rank} has another {name} than the leader's")
+                    raise UserError(f"{group.name}: the batch of rank {rank} has another {name} than the leader's")
             if ours.specs is None or theirs.specs is None:
                 continue
             brought = [{*map(str, report.specs or ())} for report in (ours, theirs)]
@@ -190,7 +191,7 @@ class BatchDelivery:
                 brought = [specs | {*report.objects} for specs, report in zip(brought, (ours, theirs), strict=True)]
             if brought[0] != brought[1]:
                 leads, its = (", ".join(sorted(a - b)) or "less" for a, b in permutations(brought))
-                raise ValueError(f"{group.name}: rank {group.ranks[0]} came with {leads}, rank {rank} with {its}")
+                raise UserError(f"{group.name}: rank {group.ranks[0]} came with {leads}, rank {rank} with {its}")
 
     # --- reports and decisions ----------------------------------------------------------------------------------------
 
@@ -276,7 +277,7 @@ def _refusal(missing: MissingRanks) -> bytes:
 
 def _wanted(batch: DataProto, keys: Sequence[str] | None) -> DataProto:
     if batch.batch is None:
-        raise ValueError("the leader has no rows, only a stub")
+        raise UserError("the leader has no rows, only a stub")
     return batch if keys is None else batch.select(keys)
 
 
@@ -284,7 +285,7 @@ def _pickled(batch: DataProto) -> bytes:
     try:
         return pickle.dumps(dict(batch.non_tensor_batch))
     except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as refused:  # all are what pickle raises
-        raise ValueError(f"non_tensor_batch cannot be pickled: {refused}") from refused
+        raise UserError(f"non_tensor_batch cannot be pickled: {refused}") from refused
 
 
 def _with_rows(

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from roll.errors import UserError
 from roll.protocol.data_proto import DataProto
 from roll.protocol.digest import digest
 from roll.protocol.metrics import without_metrics
@@ -37,7 +38,7 @@ class RankReport:
         """The report of a batch. A batch with any defect becomes a report with `error`: nothing is raised."""
         try:
             if not isinstance(batch, DataProto):
-                raise ValueError(f"a DataProto is delivered, got {type(batch).__name__}")
+                raise UserError(f"a DataProto is delivered, got {type(batch).__name__}")
             batch.check_consistency()
             specs = None if batch.batch is None else specs_of(batch.tensors)
             return cls(None, specs, tuple(sorted(batch.non_tensor_batch)), _digests(shared_entries(batch)))
@@ -78,10 +79,10 @@ class Decision:
             return refused
         return cls(error=f"the batch of data-parallel rank {dp} was refused: {refused.error}")
 
-    def as_exception(self) -> ValueError | MissingRanks:
+    def as_exception(self) -> UserError | MissingRanks:
         """The error that every rank raises on a refusal."""
         assert self.error is not None
-        return ValueError(self.error) if self.missing is None else MissingRanks(self.error, self.missing)
+        return UserError(self.error) if self.missing is None else MissingRanks(self.error, self.missing)
 
 
 def message_of(error: Exception) -> str:
@@ -126,7 +127,7 @@ def _digests(entries: Mapping[str, Any]) -> dict[str, str]:
         try:
             found[name] = digest(_plain(value))
         except ValueError as refused:
-            raise ValueError(f"{name} {refused}") from refused
+            raise UserError(f"{name} {refused}") from refused
     return found
 
 

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from roll.errors import UserError
+
 
 def digest(value: Any) -> str:
     """Equal for values of equal types and contents, in whatever process; the order of dicts and sets does not matter.
@@ -23,9 +25,9 @@ def digest(value: Any) -> str:
     try:
         return hashlib.sha256(_bytes_of(value)).hexdigest()[:16]
     except RecursionError:
-        raise ValueError("cannot be pickled: it is nested too deeply") from None
+        raise UserError("cannot be pickled: it is nested too deeply") from None
     except (pickle.PicklingError, TypeError, AttributeError, ValueError) as refused:  # all are what pickle raises
-        raise ValueError(f"cannot be pickled: {refused}") from refused
+        raise UserError(f"cannot be pickled: {refused}") from refused
 
 
 def _bytes_of(value: Any, inside: tuple[int, ...] = ()) -> bytes:

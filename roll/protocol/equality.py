@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from roll.errors import UserError
+
 Pairs = Iterator[tuple[Any, Any]] | bool
 """The parts of two containers, pair by pair; or whether the two are the same, where nothing is left to compare."""
 
 
-class NotComparable(ValueError):
+class NotComparable(UserError):
     """Two objects cannot be compared: their `==` raises, or gives something that is neither true nor false."""
 
 

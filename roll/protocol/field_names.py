@@ -7,8 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from roll.errors import UserError
 
-class UnknownName(KeyError, ValueError):
+
+class UnknownName(KeyError, UserError):
     """A batch does not have a name. A KeyError as of any mapping, and a ValueError as of any wrong argument."""
 
     def __str__(self) -> str:
@@ -36,13 +38,13 @@ def new_names(
     """For every field the name it has after `rename(old_keys, new_keys)`; ValueError if two would share one."""
     old, new = listed(old_keys), listed(new_keys)
     if len(old) != len(new) or len(set(old)) != len(old):
-        raise ValueError(f"rename needs one new name for each old name, got {old} and {new}")
+        raise UserError(f"rename needs one new name for each old name, got {old} and {new}")
     renamed = dict(zip(known(old, fields), new, strict=True))
     names = {name: renamed.get(name, name) for name in fields}
     later = list(names.values())
     shared = sorted({name for name in later if later.count(name) > 1})
     if shared:
-        raise ValueError(f"rename: two fields would be named {', '.join(shared)}")
+        raise UserError(f"rename: two fields would be named {', '.join(shared)}")
     return names
 
 
@@ -51,4 +53,4 @@ def check_kinds(fields: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     for name in fields.keys() & new.keys():
         if isinstance(fields[name], Tensor) != isinstance(new[name], Tensor):
             ours, theirs = type(fields[name]).__name__, type(new[name]).__name__
-            raise ValueError(f"update: {name} is {ours}, the new value is {theirs}")
+            raise UserError(f"update: {name} is {ours}, the new value is {theirs}")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from roll.errors import UserError
 from roll.protocol.data_proto import DataProto
 
 
@@ -55,7 +56,7 @@ def check_model_batch(batch: DataProto, vocab_size: int | None = None, max_posit
     tensors = batch.tensors
     missing = [name for name in REQUIRED if name not in tensors]
     if missing:
-        raise ValueError(f"the batch lacks {', '.join(missing)}; it has {', '.join(sorted(tensors)) or 'no tensors'}")
+        raise UserError(f"the batch lacks {', '.join(missing)}; it has {', '.join(sorted(tensors)) or 'no tensors'}")
     fields = {name: tensors[name] for name in MODEL_FIELDS if name in tensors}
     _check_types(fields)
     _check_masks(fields["attention_mask"], fields.get("response_mask"))
@@ -64,25 +65,25 @@ def check_model_batch(batch: DataProto, vocab_size: int | None = None, max_posit
         if tensor.is_floating_point():
             row = _first_row(~tensor.isfinite())
             if row is not None:
-                raise ValueError(f"{name}: row {row} has a value that is NaN or infinite")
+                raise UserError(f"{name}: row {row} has a value that is NaN or infinite")
 
 
 def _check_types(fields: dict[str, Tensor]) -> None:
     """Dtypes, and the shapes [B, S] and [B, S-1] with the S of input_ids."""
     ids = fields["input_ids"]
     if ids.ndim != 2 or ids.shape[1] == 0:
-        raise ValueError(f"input_ids must be [B, S] with S at least 1, got {list(ids.shape)}")
+        raise UserError(f"input_ids must be [B, S] with S at least 1, got {list(ids.shape)}")
     rows, columns = ids.shape
     for name, tensor in fields.items():
         expected = MODEL_FIELDS[name]
         shape = [rows, columns - 1 if expected.per_next_token else columns]
         if list(tensor.shape) != shape:
             kind = "[B, S-1]" if expected.per_next_token else "[B, S]"
-            raise ValueError(
+            raise UserError(
                 f"{name} must be {kind} = {shape}, as input_ids is {list(ids.shape)}; got {list(tensor.shape)}"
             )
         if tensor.dtype != expected.dtype:
-            raise ValueError(f"{name} must be {expected.dtype}, got {tensor.dtype}")
+            raise UserError(f"{name} must be {expected.dtype}, got {tensor.dtype}")
 
 
 def _check_masks(attention: Tensor, response: Tensor | None) -> None:
@@ -91,15 +92,15 @@ def _check_masks(attention: Tensor, response: Tensor | None) -> None:
             continue
         row = _first_row((mask != 0) & (mask != 1))
         if row is not None:
-            raise ValueError(f"{name}: row {row} has values other than 0 and 1: {sorted(set(mask[row].tolist()))}")
+            raise UserError(f"{name}: row {row} has values other than 0 and 1: {sorted(set(mask[row].tolist()))}")
     rises = torch.diff(attention, dim=1, prepend=attention.new_zeros(len(attention), 1)) == 1
     row = _first_row(rises.sum(dim=1, keepdim=True) > 1)
     if row is not None:
-        raise ValueError(f"attention_mask: row {row} has a hole; its tokens must stand side by side")
+        raise UserError(f"attention_mask: row {row} has a hole; its tokens must stand side by side")
     if response is not None:
         row = _first_row((response == 1) & (attention == 0))
         if row is not None:
-            raise ValueError(f"response_mask: row {row} marks a token that attention_mask leaves out")
+            raise UserError(f"response_mask: row {row} marks a token that attention_mask leaves out")
 
 
 def _check_tokens(ids: Tensor, real: Tensor, vocab_size: int | None, max_positions: int | None) -> None:
@@ -108,12 +109,12 @@ def _check_tokens(ids: Tensor, real: Tensor, vocab_size: int | None, max_positio
         row = _first_row(outside)
         if row is not None:
             wrong = int(ids[row][outside[row]][0])
-            raise ValueError(f"input_ids: row {row} has id {wrong}, outside the vocabulary of {vocab_size}")
+            raise UserError(f"input_ids: row {row} has id {wrong}, outside the vocabulary of {vocab_size}")
     if max_positions is not None:
         lengths = real.sum(dim=1)
         row = _first_row(lengths.unsqueeze(1) > max_positions)
         if row is not None:
-            raise ValueError(f"row {row} has {int(lengths[row])} tokens, the model's context is {max_positions}")
+            raise UserError(f"row {row} has {int(lengths[row])} tokens, the model's context is {max_positions}")
 
 
 def _first_row(wrong: Tensor) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from roll.errors import UserError
 from roll.protocol.data_proto import DataProto, DataProtoT
 from roll.protocol.equality import same_value
 
@@ -29,5 +30,5 @@ def collate_fn(rows: Sequence[DataProtoT]) -> DataProtoT:
     joined = DataProto.concat(rows)
     for number, row in enumerate(rows):
         if not same_value(rows[0].meta_info, row.meta_info):
-            raise ValueError(f"collate_fn: meta_info of row 0 and row {number} differ, so they are not of one batch")
+            raise UserError(f"collate_fn: meta_info of row 0 and row {number} differ, so they are not of one batch")
     return replace(joined, meta_info=rows[0].meta_info)

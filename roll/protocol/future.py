@@ -16,6 +16,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
+from roll.errors import UserError
 from roll.protocol import joining, row_order
 from roll.protocol.data_proto import DataProto
 from roll.protocol.field_names import listed
@@ -66,14 +67,14 @@ class DataProtoFuture:
         heads are not one for each.
         """
         if not data:
-            raise ValueError("concat needs at least one reference")
+            raise UserError("concat needs at least one reference")
         if sizes is not None and (len(sizes) != len(data) or any(size < 0 for size in sizes)):
-            raise ValueError(f"{len(data)} references with sizes {list(sizes)}")
+            raise UserError(f"{len(data)} references with sizes {list(sizes)}")
         if heads is not None and len(heads) != len(data):
-            raise ValueError(f"{len(data)} references with {len(heads)} heads")
+            raise UserError(f"{len(data)} references with {len(heads)} heads")
         for number, reference in enumerate(data):
             if not _is_reference(reference):
-                raise ValueError(
+                raise UserError(
                     f"reference {number} is a {type(reference).__name__}, neither a Future nor an object that makes one"
                 )
         known: Sequence[int | None]
@@ -131,7 +132,7 @@ class DataProtoFuture:
         """
         heads = self._heads()
         if heads is None:
-            raise ValueError(
+            raise UserError(
                 "the meta_info of a DataProtoFuture is known without its rows only if it is made with heads"
             )
         return replace(heads[0].stub(), meta_info=joining.concat_metas([head.meta_info for head in heads]))
@@ -177,9 +178,9 @@ class DataProtoFuture:
             nested = isinstance(part.source, DataProtoFuture)
             piece = part.source._joined(arrived, global_keys) if nested else arrived[part.source]
             if not isinstance(piece, DataProto):
-                raise ValueError(f"part {number} is a {type(piece).__name__}, not a DataProto")
+                raise UserError(f"part {number} is a {type(piece).__name__}, not a DataProto")
             if part.size is not None and len(piece) != part.size:
-                raise ValueError(f"part {number} has {len(piece)} rows, not {part.size} as was said")
+                raise UserError(f"part {number} has {len(piece)} rows, not {part.size} as was said")
             if self.fields is not None:
                 piece = piece.select_fields(self.fields)
             rows = piece if part.end is None else piece[part.begin : part.end]

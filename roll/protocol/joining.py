@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from roll.errors import UserError
 from roll.protocol.display import describe_value, short
 from roll.protocol.equality import NotComparable, same_value
 from roll.protocol.metrics import METRICS, PLAIN, joined_metrics, listed_metrics, without_metrics
@@ -36,7 +37,7 @@ def own_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
     Raises ValueError if `meta` or its `metrics` is no dict, or an entry cannot be copied.
     """
     if not isinstance(meta, Mapping):
-        raise ValueError(f"meta_info must be a dict, got {type(meta).__name__}")
+        raise UserError(f"meta_info must be a dict, got {type(meta).__name__}")
     own = {name: own_copy(value, f"meta_info {name}") for name, value in meta.items() if name != METRICS}
     if meta.get(METRICS) is not None:
         own[METRICS] = listed_metrics(meta[METRICS])
@@ -50,9 +51,9 @@ def own_copy(value: Any, what: str) -> Any:
     try:
         return copy.deepcopy(value)
     except RecursionError:
-        raise ValueError(f"{what} cannot be copied: nested too deeply, or an array that contains itself") from None
+        raise UserError(f"{what} cannot be copied: nested too deeply, or an array that contains itself") from None
     except UNCOPYABLE as error:
-        raise ValueError(f"{what} cannot be copied: {error}") from error
+        raise UserError(f"{what} cannot be copied: {error}") from error
 
 
 def concat_metas(metas: Sequence[Mapping[str, Any]], global_keys: Collection[str] = ()) -> dict[str, Any]:
@@ -68,7 +69,7 @@ def concat_metas(metas: Sequence[Mapping[str, Any]], global_keys: Collection[str
         for name, value in first.items():
             if not _same(value, other[name], f"concat: meta_info {name}"):
                 here, there = short(value), short(other[name])
-                raise ValueError(f"concat: meta_info {name} is {here} in piece 0, {there} in piece {number}{way_out}")
+                raise UserError(f"concat: meta_info {name} is {here} in piece 0, {there} in piece {number}{way_out}")
     measured = [own_meta({METRICS: meta[METRICS]}) for meta in metas if METRICS in meta]
     listed = [{name: meta[name] for name in meta if name in joined and name != METRICS} for meta in metas]
     return {**own_meta(first), **joined_metrics([*listed, *measured])}
@@ -98,7 +99,7 @@ def _concat_column(name: str, column: list[Tensor]) -> Tensor:
         number = _first_other(column)
         assert number is not None
     here, there = describe_value(column[0]), describe_value(column[number])
-    raise ValueError(f"concat: {name} is {here} in piece 0, {there} in piece {number}")
+    raise UserError(f"concat: {name} is {here} in piece 0, {there} in piece {number}")
 
 
 def _first_other(column: list[Tensor]) -> int | None:
@@ -118,7 +119,7 @@ def merged(ours: Mapping[str, Any], theirs: Mapping[str, Any], what: str) -> dic
     """The entries of both. Raises ValueError, which says of `what`, if a name has different values in the two."""
     for name in ours.keys() & theirs.keys():
         if not _same(ours[name], theirs[name], f"union: {name} of {what}"):
-            raise ValueError(f"union: {what} has different values of {name}")
+            raise UserError(f"union: {what} has different values of {name}")
     return {**ours, **theirs}
 
 
@@ -134,7 +135,7 @@ def merged_metas(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str
 def either(ours: T | None, theirs: T | None, what: str) -> T | None:
     """The one that is there. Raises ValueError if there are two that differ."""
     if ours is not None and theirs is not None and ours != theirs:
-        raise ValueError(f"union: {what} is {ours} and {theirs}")
+        raise UserError(f"union: {what} is {ours} and {theirs}")
     return theirs if ours is None else ours
 
 
@@ -148,4 +149,4 @@ def _same(ours: Any, theirs: Any, what: str) -> bool:
 def _check_same_names(first: Mapping[str, Any], piece: Mapping[str, Any], number: int, way_out: str = "") -> None:
     if first.keys() != piece.keys():
         differing = ", ".join(sorted(first.keys() ^ piece.keys()))
-        raise ValueError(f"concat: {differing} is not in both piece 0 and piece {number}{way_out}")
+        raise UserError(f"concat: {differing} is not in both piece 0 and piece {number}{way_out}")

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from roll.errors import UserError
 from roll.protocol.display import short
 
 METRICS = "metrics"
@@ -28,7 +29,7 @@ def listed_metrics(metrics: Any) -> dict[str, Any]:
     """For each name the flat list of its values, or its own names. Raises ValueError if `metrics` is no dict."""
     pieces = metrics if isinstance(metrics, list | tuple) else [{} if metrics is None else metrics]
     if not all(isinstance(piece, Mapping) for piece in pieces):
-        raise ValueError(f"meta_info metrics must be a dict of names and values, got {short(metrics)}")
+        raise UserError(f"meta_info metrics must be a dict of names and values, got {short(metrics)}")
     return joined_metrics(pieces)
 
 
@@ -53,10 +54,10 @@ def _joined(name: str, values: list[Any]) -> Any:
         if entries and all(dicts):
             return joined_metrics(entries)
         if any(dicts):
-            raise ValueError(f"metrics: {name} has a dict of more names beside values: {short(values)}")
+            raise UserError(f"metrics: {name} has a dict of more names beside values: {short(values)}")
         return _flat(entries)
     except RecursionError:
-        raise ValueError(f"metrics: {name} is nested too deeply, or contains itself") from None
+        raise UserError(f"metrics: {name} is nested too deeply, or contains itself") from None
 
 
 def _flat(values: Iterable[Any]) -> list[Any]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from roll.errors import UserError
+
 
 @dataclass(frozen=True)
 class LossNormalizers:
@@ -21,7 +23,7 @@ class LossNormalizers:
 
     def __post_init__(self) -> None:
         if not 0 <= self.sequences <= self.tokens or (self.tokens and not self.sequences):
-            raise ValueError(f"{self.tokens} tokens in {self.sequences} sequences with at least one token each")
+            raise UserError(f"{self.tokens} tokens in {self.sequences} sequences with at least one token each")
 
 
 def count_loss_tokens(mask: Tensor) -> LossNormalizers:

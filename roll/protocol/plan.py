@@ -7,6 +7,8 @@ from functools import cached_property
 from itertools import chain
 from typing import Protocol, TypeVar
 
+from roll.errors import UserError
+
 
 class _Rows(Protocol):
     """A sequence of rows that can be indexed by a list of row numbers: Tensor, ndarray, DataProto."""
@@ -42,16 +44,16 @@ class MicroBatchPlan:
 
     def __post_init__(self) -> None:
         if not self.rows or len(self.rows) != len(self.shares):
-            raise ValueError(f"rows for {len(self.rows)} and shares for {len(self.shares)} data-parallel ranks")
+            raise UserError(f"rows for {len(self.rows)} and shares for {len(self.shares)} data-parallel ranks")
         _check_permutation(list(chain(*self.rows)), "the batch")
         for rank, (share, rows) in enumerate(zip(self.shares, self.rows, strict=True)):
             _check_permutation(list(chain(*share)), f"the share of data-parallel rank {rank}", expected=len(rows))
             if len(share) != len(self.shares[0]):
-                raise ValueError(
+                raise UserError(
                     f"data-parallel rank {rank} has {len(share)} micro-batches, rank 0 has {len(self.shares[0])}"
                 )
         if not self.shares[0]:
-            raise ValueError("a plan needs at least one micro-batch")
+            raise UserError("a plan needs at least one micro-batch")
 
     @property
     def dp_size(self) -> int:
@@ -79,11 +81,11 @@ class MicroBatchPlan:
         Raises ValueError if `values` (Tensor, ndarray or DataProto) does not have one row for each row of the batch.
         """
         if len(values) != self.num_rows:
-            raise ValueError(f"{len(values)} rows of results for a plan of {self.num_rows} rows")
+            raise UserError(f"{len(values)} rows of results for a plan of {self.num_rows} rows")
         return values[list(self.restore_order)]  # type: ignore[index]
 
 
 def _check_permutation(rows: list[int], what: str, expected: int | None = None) -> None:
     size = len(rows) if expected is None else expected
     if sorted(rows) != list(range(size)):
-        raise ValueError(f"{what} must hold each of its rows 0..{size - 1} exactly once, got {rows}")
+        raise UserError(f"{what} must hold each of its rows 0..{size - 1} exactly once, got {rows}")

@@ -23,6 +23,8 @@ from datetime import timedelta
 
 from torch.distributed import Store
 
+from roll.errors import UserError
+
 PATIENCE = 4
 """For how many timeouts a rank waits for the first one, when all have come."""
 CLAIM_PATIENCE = 4 * PATIENCE
@@ -61,9 +63,9 @@ class RollCall:
 
     def __init__(self, store: Store, ranks: Sequence[int], rank: int, name: str, timeout_s: float) -> None:
         if rank not in ranks or len({*ranks}) != len(ranks):
-            raise ValueError(f"{name}: rank {rank} must be one of its ranks, each named once, got {list(ranks)}")
+            raise UserError(f"{name}: rank {rank} must be one of its ranks, each named once, got {list(ranks)}")
         if not 0 < timeout_s < math.inf:
-            raise ValueError(f"{name}: timeout_s must be a positive number of seconds, got {timeout_s}")
+            raise UserError(f"{name}: timeout_s must be a positive number of seconds, got {timeout_s}")
         self._store, self.ranks, self._rank = store, tuple(ranks), rank
         self.name = f"{name} (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})"
         self.timeout_s = timeout_s

@@ -12,11 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from roll.errors import UserError
+
 
 def check_count(value: object, least: int, what: str) -> None:
     """Raise ValueError, which says of `what`, unless this is an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise ValueError(f"{what} of at least {least}, got {value!r}")
+        raise UserError(f"{what} of at least {least}, got {value!r}")
 
 
 def chunk_bounds(num_rows: int, chunks: int) -> list[tuple[int, int]]:
@@ -43,7 +45,7 @@ def check_counts(values: Sequence[int] | np.ndarray | Tensor, num_rows: int) -> 
     """How often each row is taken. Raises ValueError unless it is one integer of at least 0 for each row."""
     counts = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
     if counts.shape != (num_rows,) or (num_rows and counts.dtype.kind not in "iu") or (counts < 0).any():
-        raise ValueError(f"sample_level_repeat needs {num_rows} numbers of at least 0, got {values!r}")
+        raise UserError(f"sample_level_repeat needs {num_rows} numbers of at least 0, got {values!r}")
     return counts.astype(np.int64)
 
 
@@ -54,13 +56,13 @@ def draws_order(seed: int | None, dataloader_kwargs: Mapping[str, Any] | None) -
     """
     others = {name: value for name, value in (dataloader_kwargs or {}).items() if name != "shuffle"}
     if others:
-        raise ValueError(
+        raise UserError(
             f"make_iterator takes shuffle of dataloader_kwargs, got {others}; for the rest there is "
             "torch.utils.data.DataLoader(data, collate_fn=roll.protocol.collate_fn, ...)"
         )
     shuffle = (dataloader_kwargs or {}).get("shuffle", seed is not None)
     if shuffle and seed is None:
-        raise ValueError("make_iterator: shuffle needs a seed, from which the orders are drawn")
+        raise UserError("make_iterator: shuffle needs a seed, from which the orders are drawn")
     return bool(shuffle)
 
 
@@ -69,7 +71,7 @@ def mini_batch_rows(num_rows: int, size: int, epochs: int, seed: int | None) -> 
     check_count(size, 1, "make_iterator needs a mini_batch_size")
     check_count(epochs, 0, "make_iterator needs a number of epochs")
     if num_rows % size:
-        raise ValueError(f"{num_rows} rows are not a multiple of mini_batch_size {size}")
+        raise UserError(f"{num_rows} rows are not a multiple of mini_batch_size {size}")
     generator = None if seed is None else torch.Generator().manual_seed(seed)
 
     def mini_batches() -> Iterator[Tensor]:
@@ -86,7 +88,7 @@ def check_permutation(rows: Tensor, num_rows: int) -> None:
     wrong = (count != 1).nonzero()[0]
     if len(wrong):
         row = wrong[0]
-        raise ValueError(
+        raise UserError(
             f"reorder needs each of {num_rows} rows once; row {row} stands {int(count[row])} times "
             "(select_idxs takes any rows)"
         )
@@ -99,18 +101,18 @@ def rows_by_value(columns: Mapping[str, Tensor | np.ndarray]) -> dict[Hashable, 
     nothing, not even itself.
     """
     if not columns:
-        raise ValueError("group_by needs at least one name")
+        raise UserError("group_by needs at least one name")
     for name, column in columns.items():
         if column.ndim != 1:
-            raise ValueError(f"group_by: {name} must have one value for each row, got {list(column.shape)}")
+            raise UserError(f"group_by: {name} must have one value for each row, got {list(column.shape)}")
     groups: dict[Hashable, list[int]] = {}
     for row, values in enumerate(zip(*(column.tolist() for column in columns.values()), strict=True)):
         for name, value in zip(columns, values, strict=True):
             try:
                 hash(value)
             except TypeError as refused:
-                raise ValueError(f"group_by: row {row} of {name} is {value!r}, which cannot be hashed") from refused
+                raise UserError(f"group_by: row {row} of {name} is {value!r}, which cannot be hashed") from refused
             if value != value:
-                raise ValueError(f"group_by: row {row} of {name} is NaN, which is equal to nothing")
+                raise UserError(f"group_by: row {row} of {name} is NaN, which is equal to nothing")
         groups.setdefault(values[0] if len(columns) == 1 else values, []).append(row)
     return groups

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from roll.errors import UserError
 from roll.protocol.display import short
 
 Rows = slice | Tensor
@@ -36,10 +37,10 @@ def resolve_rows(index: RowIndex, num_rows: int) -> slice | Tensor:
     if rows.ndim == 0 and rows.dtype != bool:
         rows = rows.reshape(1)
     if rows.ndim != 1:
-        raise ValueError(f"rows must be one-dimensional, got shape {list(rows.shape)}")
+        raise UserError(f"rows must be one-dimensional, got shape {list(rows.shape)}")
     if rows.dtype == bool:
         if len(rows) != num_rows:
-            raise ValueError(f"a mask of {len(rows)} rows for a batch of {num_rows} rows")
+            raise UserError(f"a mask of {len(rows)} rows for a batch of {num_rows} rows")
         return torch.from_numpy(rows.nonzero()[0])
     if rows.dtype.kind not in "iu" or rows.dtype == np.uint8:  # PyTorch takes uint8 for a mask, NumPy for numbers
         raise TypeError(f"row numbers must be integers, a mask must be bool; got {rows.dtype}")
@@ -82,13 +83,13 @@ def fold_columns(values: Any, parts: int, name: str) -> Any:
     """
     if isinstance(values, Tensor):
         if values.ndim < 2 or values.shape[1] % parts:
-            raise ValueError(f"{name} {list(values.shape)} does not divide into {parts} parts of equal columns")
+            raise UserError(f"{name} {list(values.shape)} does not divide into {parts} parts of equal columns")
         rows, columns, *rest = values.shape
         return values.reshape(rows * parts, columns // parts, *rest)
     cut = []
     for row, value in enumerate(values):
         if not isinstance(value, list | tuple | np.ndarray | Tensor) or np.ndim(value) == 0 or len(value) % parts:
-            raise ValueError(f"{name}: row {row} does not divide into {parts} parts of equal length: {short(value)}")
+            raise UserError(f"{name}: row {row} does not divide into {parts} parts of equal length: {short(value)}")
         size = len(value) // parts
         cut += [value[part * size : (part + 1) * size] for part in range(parts)]
     return object_array(cut, name)
@@ -108,7 +109,7 @@ def object_array(values: Sequence[Any] | np.ndarray, name: str) -> np.ndarray:
     for a single string and for what has no rows.
     """
     if not isinstance(values, list | tuple) and (not isinstance(values, np.ndarray) or values.ndim == 0):
-        raise ValueError(f"{name} must be a list or an array with one entry for each row, got {values!r}")
+        raise UserError(f"{name} must be a list or an array with one entry for each row, got {values!r}")
     if isinstance(values, np.ndarray) and values.ndim == 1:
         return values.astype(object)
     array = np.empty(len(values), dtype=object)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from roll.config import expand_path
+from roll.errors import UserError
 
 if TYPE_CHECKING:
     from roll.protocol.batch_data import BatchData
@@ -93,17 +94,17 @@ def load(path: str | os.PathLike[str]) -> BatchData:
     with expand_path(path).open("rb") as file:
         header = file.read(len(_HEADER))
         if header != _HEADER:
-            raise ValueError(f"{path} does not begin with {_HEADER!r}, so it is no batch that this version can read")
+            raise UserError(f"{path} does not begin with {_HEADER!r}, so it is no batch that this version can read")
         length = os.fstat(file.fileno()).st_size - len(_HEADER) - _TRAILER.size
         checksum, left = 0, max(length, 0)
         while left and (part := file.read(min(left, _READ_BYTES))):
             checksum, left = zlib.crc32(part, checksum), left - len(part)
         if length < 0 or file.read() != _TRAILER.pack(length, checksum):
-            raise ValueError(f"{path} is cut off or damaged")
+            raise UserError(f"{path} is cut off or damaged")
         file.seek(len(_HEADER))
         data = pickle.load(file)
     if not isinstance(data, BatchData):
-        raise ValueError(f"{path} holds a {type(data).__name__}, not a batch")
+        raise UserError(f"{path} holds a {type(data).__name__}, not a batch")
     return data
 
 

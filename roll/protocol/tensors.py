@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from roll.errors import UserError
 from roll.protocol.display import describe_value
 
 
@@ -21,12 +22,12 @@ def own_tensors(batch: Mapping[str, Tensor], objects: Mapping[str, np.ndarray]) 
     if isinstance(batch, TensorDict):
         return batch.clone(recurse=False)
     if not isinstance(batch, Mapping):
-        raise ValueError(f"batch must be a dict of tensors, got {type(batch).__name__}")
+        raise UserError(f"batch must be a dict of tensors, got {type(batch).__name__}")
     for name, value in batch.items():
         check_tensor(name, value)
     lengths = {name: len(tensor) for name, tensor in batch.items()} | {name: len(o) for name, o in objects.items()}
     if len(set(lengths.values())) > 1:
-        raise ValueError(f"fields must have the same number of rows, got {lengths}")
+        raise UserError(f"fields must have the same number of rows, got {lengths}")
     return tensor_dict(batch, next(iter(lengths.values()), 0))
 
 
@@ -49,6 +50,6 @@ def _is_on(device: torch.device, tensor: Tensor) -> bool:
 def check_tensor(name: str, value: Any) -> None:
     """Refuse what is not a dense tensor [B, ...] with values."""
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.ndim == 0:
-        raise ValueError(f"{name} must be a tensor [B, ...], got {describe_value(value)}")
+        raise UserError(f"{name} must be a tensor [B, ...], got {describe_value(value)}")
     if value.is_meta:
-        raise ValueError(f"{name} has no values: it is on the device meta")
+        raise UserError(f"{name} has no values: it is on the device meta")

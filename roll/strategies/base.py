@@ -14,6 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from roll.config import Head, StrategySettings
+from roll.errors import UserError
 from roll.protocol import DataProto
 
 
@@ -44,7 +45,7 @@ Metrics = dict[str, float]
 def check_response_mask(batch: DataProto) -> None:
     """Raise ValueError if the batch does not say which tokens are learned from."""
     if "response_mask" not in batch.tensors:
-        raise ValueError("a training batch needs `response_mask`: which tokens are learned from")
+        raise UserError("a training batch needs `response_mask`: which tokens are learned from")
 
 
 class InferenceStrategy(ABC):
@@ -114,7 +115,7 @@ class InferenceStrategy(ABC):
 def check_has_logits(head: Head) -> None:
     """Raise ValueError for a model whose head is not the vocabulary's."""
     if head != "lm":
-        raise ValueError(f"a model with head {head!r} has no logits")
+        raise UserError(f"a model with head {head!r} has no logits")
 
 
 class TrainStrategy(InferenceStrategy):

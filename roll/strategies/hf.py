@@ -20,6 +20,7 @@ from roll.checkpoint.tensor_sources import tensor_source
 from roll.config import ModelConfig, OptimizerSettings, StrategySettings, expand_path
 from roll.data.micro_batches import cut_micro_batches, join_results
 from roll.data.responses import as_responses
+from roll.errors import UserError
 from roll.models.families import to_family
 from roll.models.hf_layout import hf_shapes
 from roll.models.transformers_model import (
@@ -185,7 +186,7 @@ class HfStrategy(TrainStrategy):
     def _training(self, what: str) -> tuple[OptimizerSettings, MasterWeights]:
         """What updates the weights. Raises ValueError, before anything is touched, if there is no optimizer."""
         if self.settings.optimizer is None:
-            raise ValueError(f"strategy hf {what} only when `optimizer` is set; got null")
+            raise UserError(f"strategy hf {what} only when `optimizer` is set; got null")
         assert self.trained is not None, "initialize() comes first"
         return self.settings.optimizer, self.trained
 
@@ -233,7 +234,7 @@ class HfStrategy(TrainStrategy):
         settings, trained = self._training("loads a checkpoint")
         folder = expand_path(folder)
         if not (folder / "state.pt").is_file():
-            raise ValueError(f"{folder} is not a checkpoint of strategy hf: it holds no state.pt")
+            raise UserError(f"{folder} is not a checkpoint of strategy hf: it holds no state.pt")
         with damage_named(folder / "state.pt"):
             state = torch.load(folder / "state.pt", map_location=self.device, weights_only=True)
         steps = continued_steps(state, settings)

@@ -25,6 +25,7 @@ from roll.config import ModelConfig, StrategySettings, check_parallel
 from roll.data.micro_batches import check_dealt, cut_micro_batches, join_results
 from roll.data.packing import PackedRows, pack_rows
 from roll.data.sequence_split import HeldTokens, SequenceSplit
+from roll.errors import UserError
 from roll.models.internlm2 import build_internlm2
 from roll.models.packed_sequence import PackedSequence
 from roll.parallel.degrees import ParallelDegrees
@@ -91,7 +92,7 @@ class MegatronInferStrategy(InferenceStrategy):
             if asked != made:
                 problems = [f"parallel: the settings say {parallel}, the groups were made for {made}"]
         if problems:
-            raise ValueError("\n".join(problems))
+            raise UserError("\n".join(problems))
 
     def initialize(self) -> None:
         settings = self.settings

@@ -20,6 +20,7 @@ from roll.checkpoint.hf import save_hf
 from roll.checkpoint.sharded import load_common, load_sharded, save_sharded
 from roll.checkpoint.training_state import restore_training_state, sharded_training_state
 from roll.config import OptimizerSettings, StrategySettings
+from roll.errors import UserError
 from roll.models.families import to_family
 from roll.models.hf_mapping import export_hf_tensors
 from roll.models.tied_embeddings import sum_tied_gradients
@@ -42,7 +43,7 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
 
     def __init__(self, settings: StrategySettings, state: ParallelState) -> None:
         if settings.optimizer is None:
-            raise ValueError(f"strategy {settings.name} trains, so `optimizer` must be set; got null")
+            raise UserError(f"strategy {settings.name} trains, so `optimizer` must be set; got null")
         super().__init__(settings, state)
         self.optimizer_settings: OptimizerSettings = settings.optimizer
         self.grads: Gradients

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from roll.config import OptimizerSettings
+from roll.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ def continued_steps(checkpoint: Mapping[str, Any], settings: OptimizerSettings, 
         ValueError: there is no such entry; earlier versions wrote checkpoints without it.
     """
     if "progress" not in checkpoint:
-        raise ValueError("the checkpoint is of an earlier version of roll: it does not say what settings made it")
+        raise UserError("the checkpoint is of an earlier version of roll: it does not say what settings made it")
     progress = checkpoint["progress"]
     changes = changed_settings(progress["settings"], settings)
     if changes and speaks:

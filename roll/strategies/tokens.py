@@ -22,6 +22,7 @@ from roll.data.loading import Data
 from roll.data.packing import align_segments
 from roll.data.packs import IGNORED, PAD_ID
 from roll.data.sequence_split import SequenceSplit
+from roll.errors import UserError
 from roll.models.packed_sequence import PackedSequence
 from roll.parallel.state import ParallelState
 
@@ -93,9 +94,9 @@ def count_labels(
     dist.all_gather(everyone, counts, group=state.megatron.dp_cp)
     numbers, labels, outside = torch.stack(everyone).T.tolist()
     if sum(outside):
-        raise ValueError(f"{sum(outside)} token ids or labels are outside the vocabulary of {vocab_size}")
+        raise UserError(f"{sum(outside)} token ids or labels are outside the vocabulary of {vocab_size}")
     if len(set(numbers)) > 1:
-        raise ValueError(f"ranks have different numbers of micro-batches: {numbers}")
+        raise UserError(f"ranks have different numbers of micro-batches: {numbers}")
     return int(sum(labels))
 
 

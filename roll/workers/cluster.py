@@ -27,6 +27,7 @@ import ray
 from ray.exceptions import RayError
 
 from roll.config import RowsOn
+from roll.errors import UserError
 from roll.parallel.degrees import ParallelDegrees
 from roll.workers.dispatch import rule_of
 from roll.workers.failure import HEARTBEAT, CallTimedOut, Failure, WorkerError, failure_of, worker_failed
@@ -155,7 +156,7 @@ class Cluster:
         check_rows_on(rows_on)
         placed = placement.layout.roles.get(role)
         if placed != degrees.world_size:
-            raise ValueError(f"{role} has {degrees.world_size} ranks, the placement has {placed or 'none'} for it")
+            raise UserError(f"{role} has {degrees.world_size} ranks, the placement has {placed or 'none'} for it")
         identity = {"role": role, "world_size": degrees.world_size}
         inspect.signature(worker_cls).bind(rank=0, **identity, **(worker_kwargs or {}))
         self.worker_cls, self.role, self.degrees, self.placement = worker_cls, role, degrees, placement

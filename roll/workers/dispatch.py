@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, TypeVar, get_args
 
+from roll.errors import UserError
+
 _RULE = "_roll_rule"
 Method = TypeVar("Method", bound=Callable[..., Any])
 Uneven = Literal["refuse", "pad"]
@@ -60,10 +62,10 @@ class Rule:
 
     def __post_init__(self) -> None:
         if self.uneven not in get_args(Uneven):
-            raise ValueError(f"uneven must be one of {', '.join(get_args(Uneven))}, got {self.uneven!r}")
+            raise UserError(f"uneven must be one of {', '.join(get_args(Uneven))}, got {self.uneven!r}")
         if not self.dispatch.splits and (self.uneven != "refuse" or self.fields is not None or self.returns_batch):
             settings = f"uneven={self.uneven!r}, fields={self.fields}, returns_batch={self.returns_batch}"
-            raise ValueError(f"{settings}: {self.dispatch.name} splits no batch")
+            raise UserError(f"{settings}: {self.dispatch.name} splits no batch")
 
 
 def register(
@@ -84,7 +86,7 @@ def register(
     A subclass that overrides the method keeps its rule unless it registers the method anew.
     """
     if isinstance(fields, str):
-        raise ValueError(f"fields are given as a list, got {fields!r}")
+        raise UserError(f"fields are given as a list, got {fields!r}")
     rule = Rule(dispatch, uneven, None if fields is None else tuple(fields), returns_batch)
 
     def mark(method: Method) -> Method:
@@ -100,7 +102,7 @@ def refuse_generator(method: Callable[..., Any]) -> None:
     function = inspect.unwrap(method)
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         name = getattr(function, "__qualname__", repr(function))
-        raise ValueError(f"{name} yields, and a call has one result: return a list, or register what does one part")
+        raise UserError(f"{name} yields, and a call has one result: return a list, or register what does one part")
 
 
 def registered_methods(worker_cls: type) -> dict[str, Rule]:
@@ -115,6 +117,6 @@ def rule_of(worker_cls: type, method: str) -> Rule:
     """The rule of one method. Raises ValueError, with the known names, if it is not registered."""
     methods = registered_methods(worker_cls)
     if method not in methods:
-        raise ValueError(f"{worker_cls.__name__} has no registered method {method!r}; it has {', '.join(methods)}")
+        raise UserError(f"{worker_cls.__name__} has no registered method {method!r}; it has {', '.join(methods)}")
     refuse_generator(getattr(worker_cls, method))  # It may override one that is none.
     return methods[method]

@@ -22,6 +22,8 @@ import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from roll.errors import UserError
+
 if TYPE_CHECKING:
     from roll.workers.cluster import Cluster
 
@@ -40,13 +42,13 @@ class PlacementLayout:
 
     def __post_init__(self) -> None:
         if not self.roles:
-            raise ValueError("a placement needs at least one role")
+            raise UserError("a placement needs at least one role")
         for role, ranks in self.roles.items():
             if ranks < 1:
-                raise ValueError(f"{role}: the number of ranks must be at least 1, got {ranks}")
+                raise UserError(f"{role}: the number of ranks must be at least 1, got {ranks}")
         unknown = set(self.cpu_roles) - set(self.roles)
         if unknown:
-            raise ValueError(f"cpu_roles names {sorted(unknown)}, the roles are {sorted(self.roles)}")
+            raise UserError(f"cpu_roles names {sorted(unknown)}, the roles are {sorted(self.roles)}")
 
     @property
     def device_roles(self) -> dict[str, int]:
@@ -96,7 +98,7 @@ class Placement:
             reserved = self._group.wait(timeout_s)
             if not reserved:
                 _check_resources(layout, ray.available_resources(), "has free")
-                raise ValueError(f"Ray did not reserve {layout.bundles()} within {timeout_s:g} s")
+                raise UserError(f"Ray did not reserve {layout.bundles()} within {timeout_s:g} s")
         finally:
             if not reserved:
                 remove_placement_group(self._group)
@@ -152,6 +154,6 @@ def _check_resources(layout: PlacementLayout, found: Mapping[str, float], has: s
     for resource, need in layout.totals().items():
         if found.get(resource, 0) < need:
             roles = ", ".join(f"{role} {ranks}" for role, ranks in layout.roles.items())
-            raise ValueError(
+            raise UserError(
                 f"the roles ({roles}) need {need} {resource}, the Ray cluster {has} {found.get(resource, 0):g}"
             )

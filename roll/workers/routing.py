@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard, get_args
 
 from roll.config import RowsOn
+from roll.errors import UserError
 from roll.parallel.degrees import ParallelDegrees
 from roll.workers.dispatch import Dispatch, Rule
 from roll.workers.remote_batch import RemoteBatch
@@ -123,13 +124,13 @@ def gather(rule: Rule, results: Sequence[Any], sent: Sent) -> Any:
     if not rule.dispatch.splits or not all(map(_is_batch, results)):
         if sent.padding and any(result is not None for result in results):
             kinds = ", ".join(sorted({type(result).__name__ for result in results}))
-            raise ValueError(f"a method with uneven='pad' must return a DataProto, got {kinds}")
+            raise UserError(f"a method with uneven='pad' must return a DataProto, got {kinds}")
         return list(results)
     if sent.plan is None and not sent.padding:
         return type(results[0]).concat(list(results))
     for dp, (result, size) in enumerate(zip(results, sent.share_sizes(len(results)), strict=True)):
         if len(result) != size:
-            raise ValueError(f"data-parallel group {dp} returned {len(result)} rows for its share of {size}")
+            raise UserError(f"data-parallel group {dp} returned {len(result)} rows for its share of {size}")
     joined: DataProto = type(results[0]).concat(list(results))
     return joined[: sent.num_rows] if sent.plan is None else sent.plan.restore(joined)
 
@@ -137,17 +138,17 @@ def gather(rule: Rule, results: Sequence[Any], sent: Sent) -> Any:
 def check_rows_on(rows_on: str) -> None:
     """Raise ValueError if it is none of the settings."""
     if rows_on not in get_args(RowsOn):
-        raise ValueError(f"rows_on must be one of {', '.join(get_args(RowsOn))}, got {rows_on!r}")
+        raise UserError(f"rows_on must be one of {', '.join(get_args(RowsOn))}, got {rows_on!r}")
 
 
 def check_can_stay(method: str, rule: Rule, degrees: ParallelDegrees, values: Sequence[Any]) -> None:
     """Raise ValueError if the results of a call are something else than the rows of its reporters in their order."""
     if not rule.returns_batch:
-        raise ValueError(f"{method} is not registered with returns_batch=True, so its results cannot stay with workers")
+        raise UserError(f"{method} is not registered with returns_batch=True, so its results cannot stay with workers")
     sent = _check_batches(rule, degrees, values)
     if sent.plan is not None or sent.padding:
         why = "a micro-batch plan" if sent.plan is not None else "rows that only fill it up"
-        raise ValueError(f"the results of a batch with {why} must be brought back to its order: they cannot stay")
+        raise UserError(f"the results of a batch with {why} must be brought back to its order: they cannot stay")
 
 
 # Imported in functions, since the driver may send no batch, and the import takes a second.
@@ -170,31 +171,31 @@ def _check_batches(rule: Rule, degrees: ParallelDegrees, values: Sequence[Any]) 
     batches = [value for value in values if _is_batch(value)]
     futures = [value for value in values if _is_remote(value)]
     if not batches and not futures:
-        raise ValueError("a rule that splits per data-parallel group needs a DataProto argument, and got none")
+        raise UserError("a rule that splits per data-parallel group needs a DataProto argument, and got none")
     for future in futures:
         if future.num_rows is None:
-            raise ValueError("a DataProtoFuture is split by its number of rows: make it with sizes")
+            raise UserError("a DataProtoFuture is split by its number of rows: make it with sizes")
         if future.num_rows % degrees.dp:
-            raise ValueError(f"remote rows are not filled up: {future.num_rows} do not divide among dp {degrees.dp}")
+            raise UserError(f"remote rows are not filled up: {future.num_rows} do not divide among dp {degrees.dp}")
     plan = batches[0].plan if batches else None
     if any(batch.plan != plan for batch in batches) or (plan is not None and futures):
-        raise ValueError("the batches of one call must share one micro-batch plan, and remote ones have none")
+        raise UserError("the batches of one call must share one micro-batch plan, and remote ones have none")
     for batch in batches:
         if plan is not None:
             if plan.dp_size != degrees.dp:
-                raise ValueError(f"the micro-batch plan is for dp {plan.dp_size}, the cluster has dp {degrees.dp}")
+                raise UserError(f"the micro-batch plan is for dp {plan.dp_size}, the cluster has dp {degrees.dp}")
             if plan.num_rows != len(batch):
-                raise ValueError(f"the micro-batch plan has {plan.num_rows} rows, the batch has {len(batch)}")
+                raise UserError(f"the micro-batch plan has {plan.num_rows} rows, the batch has {len(batch)}")
         elif len(batch) % degrees.dp and rule.uneven == "refuse":
             asked = batch.is_padding_enabled()
             if not asked or not rule.returns_batch:
                 hint = "; auto_padding holds for methods registered with returns_batch=True" if asked else ""
-                raise ValueError(f"a batch of {len(batch)} rows does not divide among dp {degrees.dp} groups{hint}")
+                raise UserError(f"a batch of {len(batch)} rows does not divide among dp {degrees.dp} groups{hint}")
     if plan is not None:
         return Sent(plan, plan.num_rows)
     lengths = [len(batch) for batch in batches] + [future.num_rows or 0 for future in futures]
     if any(length % degrees.dp for length in lengths) and len(set(lengths)) > 1:
-        raise ValueError(f"batches of {', '.join(map(str, lengths))} rows cannot be padded alike")
+        raise UserError(f"batches of {', '.join(map(str, lengths))} rows cannot be padded alike")
     return Sent(None, lengths[0], -lengths[0] % degrees.dp)
 
 
@@ -231,5 +232,5 @@ def _spread_shares(
 def _entries(value: Any, world_size: int) -> Sequence[Any]:
     if not isinstance(value, (list, tuple)) or len(value) != world_size:
         got = f"{len(value)} entries" if isinstance(value, (list, tuple)) else type(value).__name__
-        raise ValueError(f"ALL_TO_ALL takes lists with one entry for each of {world_size} ranks, got {got}")
+        raise UserError(f"ALL_TO_ALL takes lists with one entry for each of {world_size} ranks, got {got}")
     return value

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 
+from roll.errors import UserError
 from roll.workers.dispatch import Dispatch, register
 from roll.workers.failure import RankError
 from roll.workers.output import output_file, write_output_to
@@ -72,7 +73,7 @@ class Worker:
             if inspect.isawaitable(result):
                 result = self._awaited(result)
             if inspect.isgenerator(result) or inspect.isasyncgen(result):
-                raise ValueError(f"{method} returned a generator, of which nothing has run: return a list")
+                raise UserError(f"{method} returned a generator, of which nothing has run: return a list")
             return _kept(result, keep)
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
             raise RankError(_account(error), time.time()) from None
@@ -165,7 +166,7 @@ def _kept(result: Any, keep: Keep) -> Any:
     from roll.protocol import DataProto
 
     if not isinstance(result, DataProto):
-        raise ValueError(f"only a DataProto can stay with the worker, the method returned {type(result).__name__}")
+        raise UserError(f"only a DataProto can stay with the worker, the method returned {type(result).__name__}")
     return RemoteBatch.leave(result)
 
 

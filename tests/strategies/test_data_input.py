@@ -376,7 +376,7 @@ def test_what_is_wrong_on_one_rank_is_heard_by_all(ranks: RankPool) -> None:
         assert works
         for name, messages in MESSAGES.items():
             kind, message = heard[name]
-            assert kind == ("MissingRanks" if name.startswith("rank") else "ValueError")
+            assert kind == ("MissingRanks" if name.startswith("rank") else "UserError")
             its_share = 1 if name in ("value", "key", "plan", "rank 4") else 0
             assert messages[rank // 4 != its_share] in message, (name, rank, message)
 

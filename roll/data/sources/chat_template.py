@@ -17,6 +17,7 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from roll.data.sources.learned_text import Span
+from roll.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,11 +44,11 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._origin = origin
         if tokenizer.chat_template is None:
-            raise ValueError(f"{origin}: messages need a chat template, and the tokenizer has none")
+            raise UserError(f"{origin}: messages need a chat template, and the tokenizer has none")
         named = tokenizer.chat_template
         if isinstance(named, dict) and "default" not in named:
             names = ", ".join(map(repr, named)) or "none at all"
-            raise ValueError(f"{origin}: the tokenizer has no chat template called 'default': it has {names}")
+            raise UserError(f"{origin}: the tokenizer has no chat template called 'default': it has {names}")
         self._template = tokenizer.get_chat_template()
 
     def text_and_answers(self, messages: Messages) -> tuple[str, tuple[Span, ...]]:
@@ -69,7 +70,7 @@ class ChatTemplate:
     def _answer(self, messages: Messages, turn: int, whole: str, done: int) -> Span:
         content = self._content(messages, turn, whole)
         if content is None or content[0] < done:
-            raise ValueError(
+            raise UserError(
                 f"{self._origin}: the chat template does not write the answer of message {turn + 1} into the whole "
                 "conversation, at a place of its own: use a template that writes every answer"
             )
@@ -127,7 +128,7 @@ class ChatTemplate:
                 **self._tokenizer.special_tokens_map | options,
             )
         except TEMPLATE_ERRORS as error:
-            raise ValueError(f"{self._origin}: the chat template refuses the conversation: {error}") from error
+            raise UserError(f"{self._origin}: the chat template refuses the conversation: {error}") from error
         return texts[0], blocks[0] if blocks else []
 
 

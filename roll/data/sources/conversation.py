@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll.data.sources.chat_template import ChatTemplate, Messages
 from roll.data.sources.learned_text import EncodedText, LearnedText, check_offsets, encode_learned
+from roll.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,7 +49,7 @@ def encode_response(prompt: str, response: str, tokenizer: PreTrainedTokenizerBa
 def plain_text(prompt: str, response: str, tokenizer: PreTrainedTokenizerBase, origin: str) -> LearnedText:
     """Prompt, response and end token, without a template. Raises ValueError for a tokenizer without an end token."""
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"{origin}: the tokenizer has neither a chat template nor an end token")
+        raise UserError(f"{origin}: the tokenizer has neither a chat template nor an end token")
     text = prompt + response
     return LearnedText(text, ((len(prompt), len(text)),), from_template=False, origin=origin)
 
@@ -58,7 +59,7 @@ def _of_row(origin: str, row: Mapping[str, Any], tokenizer: PreTrainedTokenizerB
         return _of_messages(row["messages"], tokenizer, origin)
     if not {"prompt", "response"} <= row.keys():
         found = ", ".join(map(str, row)) or "nothing"
-        raise ValueError(f"{origin} must have messages, or prompt and response; it has {found}")
+        raise UserError(f"{origin} must have messages, or prompt and response; it has {found}")
     for name in ("prompt", "response"):
         _check_text(row[name], name, origin)
     if tokenizer.chat_template is None:
@@ -72,36 +73,36 @@ def _of_messages(messages: Any, tokenizer: PreTrainedTokenizerBase, origin: str)
     check_offsets(tokenizer)
     text, answers = ChatTemplate(tokenizer, origin).text_and_answers(messages)
     if not any(start < stop for start, stop in answers):
-        raise ValueError(f"{origin}: the chat template writes nothing for its answers, so there is nothing to learn")
+        raise UserError(f"{origin}: the chat template writes nothing for its answers, so there is nothing to learn")
     return LearnedText(text, answers, from_template=True, origin=origin)
 
 
 def _check_messages(messages: Any, origin: str) -> None:
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-        raise ValueError(f"{origin}: messages must be a list of objects with role and content, got {_named(messages)}")
+        raise UserError(f"{origin}: messages must be a list of objects with role and content, got {_named(messages)}")
     for turn, message in enumerate(messages):
         if not isinstance(message, Mapping):
             found = _named(message)
-            raise ValueError(f"{origin}: message {turn + 1} must be an object with role and content, got {found}")
+            raise UserError(f"{origin}: message {turn + 1} must be an object with role and content, got {found}")
         for name in ("role", "content"):
             if name not in message:
                 keys = ", ".join(map(str, message)) or "nothing"
-                raise ValueError(f"{origin}: message {turn + 1} has no {name}; it has {keys}")
+                raise UserError(f"{origin}: message {turn + 1} has no {name}; it has {keys}")
             _check_text(message[name], f"{name} of message {turn + 1}", origin)
     roles = list(dict.fromkeys(message["role"] for message in messages))
     if "assistant" not in roles:
         found = f"the roles are {', '.join(roles)}" if roles else "there is no message at all"
-        raise ValueError(f"{origin}: no message of role assistant, so there is nothing to learn: {found}")
+        raise UserError(f"{origin}: no message of role assistant, so there is nothing to learn: {found}")
 
 
 def _check_text(value: Any, name: str, origin: str) -> None:
     if not isinstance(value, str):
-        raise ValueError(f"{origin}: {name} must be text, got {_named(value)}")
+        raise UserError(f"{origin}: {name} must be text, got {_named(value)}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
         half = f"{value[error.start]!r} at character {error.start + 1}"
-        raise ValueError(f"{origin}: {name} holds half of a surrogate pair, {half}, which is no character") from error
+        raise UserError(f"{origin}: {name} holds half of a surrogate pair, {half}, which is no character") from error
 
 
 def _named(value: Any) -> str:

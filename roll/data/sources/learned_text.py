@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from roll.data.special_tokens import front_tokens, with_front
 from roll.data.tokenizer import unknown_pieces
+from roll.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,7 +52,7 @@ class EncodedText(NamedTuple):
 def check_offsets(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ValueError for a tokenizer that does not say which characters a token stands for."""
     if not tokenizer.is_fast:
-        raise ValueError(
+        raise UserError(
             f"{type(tokenizer).__name__} gives no offsets, so the tokens of an answer cannot be told from those of its "
             "prompt: use the fast tokenizer of the same model (a tokenizer.json), or data of kind tokenized"
         )
@@ -85,13 +86,13 @@ def _encoded(
 ) -> EncodedText:
     offsets = _with_trimmed_space(ids, offsets, tokenizer)
     if any(after[0] < before[0] or after[1] < before[1] for before, after in pairwise(offsets)):
-        raise ValueError(f"{text.origin}: the tokenizer's offsets run backwards, so they do not tell what is learned")
+        raise UserError(f"{text.origin}: the tokenizer's offsets run backwards, so they do not tell what is learned")
     if text.from_template:
         ids, offsets = _with_whole_end_tokens(text, ids, offsets, tokenizer)
     unknown = unknown_pieces(text.text, ids, offsets, tokenizer)
     if unknown:
         found = ", ".join(map(repr, sorted(unknown)))
-        raise ValueError(f"{text.origin} holds text that the tokenizer does not know: {found}")
+        raise UserError(f"{text.origin} holds text that the tokenizer does not know: {found}")
     in_loss = _overlapping(offsets, text.learned)
     if text.from_template:
         return EncodedText(ids, in_loss)
@@ -141,7 +142,7 @@ def _with_whole_end_tokens(
         if [ids[place] for place in places] == [tokenizer.eos_token_id]:
             continue
         if not places or offsets[places[0]][0] != start or offsets[places[-1]][1] != stop:
-            raise ValueError(f"{text.origin}: the tokenizer joins the end token {end!r} of an answer to other text")
+            raise UserError(f"{text.origin}: the tokenizer joins the end token {end!r} of an answer to other text")
         before, behind = slice(0, places[0]), slice(places[-1] + 1, None)
         ids = [*ids[before], tokenizer.eos_token_id, *ids[behind]]
         offsets = [*offsets[before], (start, stop), *offsets[behind]]

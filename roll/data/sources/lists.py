@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from roll.data.sources.sample import Ids, Sample
+from roll.errors import UserError
 
 
 class ListSource:
@@ -16,7 +17,7 @@ class ListSource:
         self._samples = samples
         for number, sample in enumerate(samples):
             if not hasattr(sample, "__len__"):
-                raise ValueError(f"sample {number} must be a list of token ids, got {sample!r}")
+                raise UserError(f"sample {number} must be a list of token ids, got {sample!r}")
         self._lengths = np.fromiter(map(len, samples), dtype=np.int64, count=len(samples))
 
     @property

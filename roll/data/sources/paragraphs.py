@@ -16,6 +16,7 @@ import numpy as np
 from roll.config import expand_path
 from roll.data.sources.sample import DataError, Ids, Sample
 from roll.data.special_tokens import encode_text, front_tokens
+from roll.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,7 +31,7 @@ class Paragraphs:
         Raises ValueError naming the file for what is no file or not UTF-8, and for a tokenizer without an end token.
         """
         if tokenizer.eos_token_id is None:
-            raise ValueError("the tokenizer has no end token, which ends a paragraph")
+            raise UserError("the tokenizer has no end token, which ends a paragraph")
         self._files = [expand_path(file) for file in files]
         self._tokenizer = tokenizer
         self._front = front_tokens(tokenizer)
@@ -84,12 +85,12 @@ class Paragraphs:
 
 def _read(file: Path) -> bytes:
     if not file.is_file():
-        raise ValueError(f"{file} is not a file")
+        raise UserError(f"{file} is not a file")
     content = file.read_bytes()
     try:
         content.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+        raise UserError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from error
     return content
 
 

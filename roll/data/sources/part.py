@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from roll.data.sources.sample import Ids, Sample, SampleSource
+from roll.errors import UserError
 
 
 class SourcePart:
@@ -35,6 +36,6 @@ def hold_out(source: SampleSource, share: float, seed: int) -> tuple[SourcePart,
     """
     number = max(1, round(share * len(source)))
     if number >= len(source):
-        raise ValueError(f"{share} of {len(source)} samples is {number} held out, which leaves none to train on")
+        raise UserError(f"{share} of {len(source)} samples is {number} held out, which leaves none to train on")
     order = np.random.default_rng([seed, len(source)]).permutation(len(source))
     return SourcePart(source, np.sort(order[number:])), SourcePart(source, np.sort(order[:number]))

@@ -9,10 +9,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from roll.errors import UserError
+
 Ids = NDArray[np.int64]
 
 
-class DataError(ValueError):
+class DataError(UserError):
     """What is wrong with a sample, in words for who made the data: the message alone is shown, without a traceback."""
 
 

@@ -16,6 +16,7 @@ from roll.config import expand_path
 from roll.data.sources.sample import Ids, Sample
 from roll.data.sources.text_rows import origin_of
 from roll.data.sources.token_cache import CachedTokens, cached_tokens, default_cache_dir
+from roll.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,7 +47,7 @@ class TextFiles:
         """
         self._files = [expand_path(file) for file in ([files] if isinstance(files, str | Path) else files)]
         if not self._files:
-            raise ValueError("no files are given")
+            raise UserError("no files are given")
         kept = default_cache_dir() if cache_dir is None else expand_path(cache_dir)
         self._parts = [CachedTokens(cached_tokens(file, tokenizer, kept)) for file in self._files]
         self._lengths = np.concatenate([part.lengths for part in self._parts])

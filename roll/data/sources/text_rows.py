@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from roll.errors import UserError
+
 COLUMNS = ("messages", "prompt", "response")
 """Columns of a parquet file that are read; others may hold what they like."""
 
@@ -32,17 +34,17 @@ def read_rows(path: Path) -> Iterator[OriginatedRow]:
             rows += 1
             yield row
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        raise UserError(f"{path} cannot be read: {error}") from error
     if not rows:
-        raise ValueError(f"{path} is empty: it holds no row")
+        raise UserError(f"{path} is empty: it holds no row")
 
 
 def check_file(path: Path) -> None:
     """Raise ValueError for what is no file, or none of a kind that `read_rows` reads."""
     if path.suffix not in _READERS:
-        raise ValueError(f"{path} is none of {', '.join(_READERS)}")
+        raise UserError(f"{path} is none of {', '.join(_READERS)}")
     if not path.is_file():
-        raise ValueError(f"{path} is not a file")
+        raise UserError(f"{path} is not a file")
 
 
 def origin_of(path: str | Path, row: int) -> str:
@@ -82,21 +84,21 @@ def _parsed(content: bytes, origin: str, hint: str) -> Any:
         text = content.decode()
     except UnicodeDecodeError as error:
         byte = f"byte {error.start + 1} of it is 0x{content[error.start]:02x}"
-        raise ValueError(f"{origin} is not UTF-8 text: {byte}; convert the file to UTF-8") from error
+        raise UserError(f"{origin} is not UTF-8 text: {byte}; convert the file to UTF-8") from error
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if b"\n" in content.rstrip() else ""
         place = f"at {line}character {error.colno}{hint}"
-        raise ValueError(f"{origin} is not JSON: {error.msg.removesuffix(' at')} {place}") from error
+        raise UserError(f"{origin} is not JSON: {error.msg.removesuffix(' at')} {place}") from error
     except (ValueError, RecursionError) as error:  # A number of thousands of digits; lists in lists without end.
-        raise ValueError(f"{origin} is not JSON that can be read: {error}") from error
+        raise UserError(f"{origin} is not JSON that can be read: {error}") from error
 
 
 def _object(value: Any, origin: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         found = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:57]}..."
-        raise ValueError(f"{origin} must be an object with messages, or prompt and response; it is {found}")
+        raise UserError(f"{origin} must be an object with messages, or prompt and response; it is {found}")
     return value
 
 
@@ -105,20 +107,20 @@ def _parquet(path: Path) -> Iterator[OriginatedRow]:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as error:
-        raise ValueError(f"{path}: parquet files need pyarrow: pip install 'roll[parquet]'") from error
+        raise UserError(f"{path}: parquet files need pyarrow: pip install 'roll[parquet]'") from error
     try:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
             if "messages" not in names and not {"prompt", "response"} <= set(names):
                 found = ", ".join(names) or "none"
-                raise ValueError(f"{path} must have the column messages, or prompt and response; it has {found}")
+                raise UserError(f"{path} must have the column messages, or prompt and response; it has {found}")
             first = 0
             for batch in file.iter_batches(batch_size=1024, columns=[name for name in COLUMNS if name in names]):
                 for number, row in enumerate(_values(batch, path, first), start=first):
                     yield origin_of(path, number), row
                 first += batch.num_rows
     except pa.ArrowException as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        raise UserError(f"{path} cannot be read: {error}") from error
 
 
 def _values(batch: Any, path: Path, first: int) -> list[dict[str, Any]]:
@@ -132,7 +134,7 @@ def _values(batch: Any, path: Path, first: int) -> list[dict[str, Any]]:
                 batch.slice(number, 1).to_pylist()
             except UnicodeDecodeError as error:
                 origin = origin_of(path, first + number)
-                raise ValueError(f"{origin} is not UTF-8 text: {error.reason} at byte {error.start + 1}") from error
+                raise UserError(f"{origin} is not UTF-8 text: {error.reason} at byte {error.start + 1}") from error
         raise
 
 

@@ -37,6 +37,7 @@ from roll.data.sources.conversation import encode_conversations
 from roll.data.sources.learned_text import EncodedText, check_offsets
 from roll.data.sources.sample import Ids
 from roll.data.sources.text_rows import check_file, read_rows
+from roll.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -124,7 +125,7 @@ def _content(path: Path) -> str:
         with path.open("rb") as stream:
             return hashlib.file_digest(stream, "blake2b").hexdigest()
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
 
 @contextmanager
@@ -134,7 +135,7 @@ def _lock(file: Path) -> Iterator[None]:
         file.parent.mkdir(parents=True, exist_ok=True)
         stream = file.open("w")
     except OSError as error:
-        raise ValueError(f"cache_dir {file.parent} cannot keep the tokens of conversations: {error}") from error
+        raise UserError(f"cache_dir {file.parent} cannot keep the tokens of conversations: {error}") from error
     with stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield

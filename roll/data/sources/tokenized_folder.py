@@ -16,6 +16,7 @@ import numpy as np
 
 from roll.config import expand_path
 from roll.data.sources.sample import DataError, Ids, Sample
+from roll.errors import UserError
 
 
 class TokenizedFolder:
@@ -30,7 +31,7 @@ class TokenizedFolder:
         path = expand_path(path)
         self.files = [path] if path.is_file() else sorted(path.rglob("*.bin"))
         if not self.files:
-            raise ValueError(f"{path} holds no .bin file")
+            raise UserError(f"{path} holds no .bin file")
         metas = [_read_meta(file) for file in self.files]
         self._first = np.cumsum([0, *map(len, metas)])  # [files + 1]: number of the first sample of each file
         self._offsets = np.concatenate([meta[:, 0] for meta in metas])
@@ -109,15 +110,15 @@ def _read_meta(file: Path) -> Ids:
     """The meta array of a `.bin` file as `[n, 2]` int64, held against the size of the file and its last byte."""
     meta_file = _meta_of(file)
     if not meta_file.is_file():
-        raise ValueError(f"{file} has no meta file {meta_file.name} beside it")
+        raise UserError(f"{file} has no meta file {meta_file.name} beside it")
     try:
         meta = np.load(meta_file, allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
-        raise ValueError(f"{meta_file} is not a NumPy array file: {error}") from error
+        raise UserError(f"{meta_file} is not a NumPy array file: {error}") from error
     if meta.size == 0:
         meta = np.empty((0, 2), dtype=np.int64)
     if meta.ndim != 2 or meta.shape[1] != 2 or meta.dtype.kind not in "iu":
-        raise ValueError(f"{meta_file} must hold integers [n, 2], got {meta.dtype} {list(meta.shape)}")
+        raise UserError(f"{meta_file} must hold integers [n, 2], got {meta.dtype} {list(meta.shape)}")
     meta = meta.astype(np.int64)
     _check_offsets(file, meta_file, meta)
     return meta
@@ -127,21 +128,21 @@ def _check_offsets(file: Path, meta_file: Path, meta: Ids) -> None:
     size = file.stat().st_size
     if not len(meta):
         if size:
-            raise ValueError(f"{meta_file} has no entry, {file.name} has {size} bytes")
+            raise UserError(f"{meta_file} has no entry, {file.name} has {size} bytes")
         return
     wrong = np.flatnonzero((np.diff(meta[:, 0], prepend=-1) <= 0) | (meta[:, 1] < 0))
     if len(wrong):
-        raise ValueError(f"{meta_file} entry {wrong[0] + 1} is {tuple(meta[wrong[0]].tolist())}: offsets must rise")
+        raise UserError(f"{meta_file} entry {wrong[0] + 1} is {tuple(meta[wrong[0]].tolist())}: offsets must rise")
     last = int(meta[-1, 0])
     if last >= size:
-        raise ValueError(f"{meta_file} entry {len(meta)} begins at byte {last}, but {file.name} has {size} bytes")
+        raise UserError(f"{meta_file} entry {len(meta)} begins at byte {last}, but {file.name} has {size} bytes")
     with file.open("rb") as stream:
         stream.seek(size - 1)
         if stream.read(1) != b"\n":
-            raise ValueError(f"{file} line {len(meta)} is torn: the file does not end with a line break")
+            raise UserError(f"{file} line {len(meta)} is torn: the file does not end with a line break")
         if meta[0, 0] != 0:
-            raise ValueError(f"{meta_file} entry 1 begins at byte {meta[0, 0]}, not where {file.name} begins")
+            raise UserError(f"{meta_file} entry 1 begins at byte {meta[0, 0]}, not where {file.name} begins")
         stream.seek(last)
         stream.readline()
         if stream.tell() != size:
-            raise ValueError(f"{meta_file} has {len(meta)} entries, {file.name} has lines behind that of the last")
+            raise UserError(f"{meta_file} has {len(meta)} entries, {file.name} has lines behind that of the last")

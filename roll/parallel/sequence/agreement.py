@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from roll.errors import UserError
+
 
 def agree(group: ProcessGroup | None, problem: str | None = None, **facts: object) -> None:
     """Raise on all ranks of `group` alike if one of them has a problem, or if a fact is not the same on all of them.
@@ -17,7 +19,7 @@ def agree(group: ProcessGroup | None, problem: str | None = None, **facts: objec
     """
     if group is None or group.size() == 1:
         if problem is not None:
-            raise ValueError(problem)
+            raise UserError(problem)
         return
     everyone: list[tuple[str | None, dict[str, object]]] = [(None, {})] * group.size()
     dist.all_gather_object(everyone, (problem, facts), group=group)
@@ -25,8 +27,8 @@ def agree(group: ProcessGroup | None, problem: str | None = None, **facts: objec
     found = [rank for rank, other in enumerate(problems) if other is not None]
     if found:
         everywhere = len(found) == len(problems) and len(set(problems)) == 1
-        raise ValueError(problems[0] if everywhere else f"rank {found[0]} of the group: {problems[found[0]]}")
+        raise UserError(problems[0] if everywhere else f"rank {found[0]} of the group: {problems[found[0]]}")
     for name in facts:
         values = [others.get(name) for _, others in everyone]
         if any(value != values[0] for value in values):
-            raise ValueError(f"{name} differs between the ranks of the group: {', '.join(map(repr, values))}")
+            raise UserError(f"{name} differs between the ranks of the group: {', '.join(map(repr, values))}")

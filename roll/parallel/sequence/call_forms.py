@@ -16,6 +16,8 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
+from roll.errors import UserError
+
 Function = Callable[..., Any]
 
 
@@ -58,12 +60,12 @@ def check_number(name: str, value: object, kind: type = float) -> None:
     """Raise ValueError unless it is a number, an integer for `kind` int."""
     if isinstance(value, bool) or not isinstance(value, Integral if kind is int else Real):
         expected = "an integer" if kind is int else "a number"
-        raise ValueError(f"{name} must be {expected}, got {type(value).__name__}")
+        raise UserError(f"{name} must be {expected}, got {type(value).__name__}")
 
 
 def check_group(group: object) -> None:
     """Raise ValueError unless it is a process group or None."""
     if group is not None and not isinstance(group, ProcessGroup):
-        raise ValueError(
+        raise UserError(
             f"the group must be a process group (a mesh has them: mesh.get_group(name)), got {type(group).__name__}"
         )

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from roll.errors import UserError
 from roll.parallel.sequence.agreement import agree
 from roll.parallel.sequence.groups import sequence_group
 
@@ -28,7 +29,7 @@ Reducer = Literal["mean", "sum"]
 def check_reducer(reducer: str) -> None:
     """Raise ValueError if it is neither `mean` nor `sum`."""
     if reducer not in ("mean", "sum"):
-        raise ValueError(f"reducer must be mean or sum, got {reducer!r}")
+        raise UserError(f"reducer must be mean or sum, got {reducer!r}")
 
 
 def all_to_all(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from roll.errors import UserError
 from roll.parallel.sequence.dispatched_model import DispatchedModel, dispatch_of
 from roll.parallel.sequence.support import check_supported
 
@@ -45,7 +46,7 @@ def dispatch_modules(model: nn.Module, *, group: ProcessGroup | None = None) -> 
     """
     target = _find_model(model)
     if dispatch_of(target) is not None:
-        raise ValueError(f"{type(target).__name__} is dispatched already")
+        raise UserError(f"{type(target).__name__} is dispatched already")
     decoder = target.get_decoder()
     check_supported(target, decoder)
     DispatchedModel(target, decoder, group)
@@ -60,7 +61,7 @@ def undispatch_modules(model: nn.Module) -> None:
     target = _find_model(model)
     dispatch = dispatch_of(target)
     if dispatch is None:
-        raise ValueError(f"{type(target).__name__} is not dispatched")
+        raise UserError(f"{type(target).__name__} is not dispatched")
     dispatch.undo(target)
 
 
@@ -81,4 +82,4 @@ def _find_model(module: nn.Module) -> PreTrainedModel:
     for part in module.modules():
         if isinstance(part, PreTrainedModel):
             return part
-    raise ValueError(f"{type(module).__name__} contains no transformers model")
+    raise UserError(f"{type(module).__name__} contains no transformers model")

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
+from roll.errors import UserError
 from roll.parallel.sequence.attention import attend, exchanges_heads
 from roll.parallel.sequence.groups import sequence_group
 from roll.parallel.sequence.inputs import find_inputs
@@ -147,7 +148,7 @@ class DispatchedModel:
         config: Any = module.config
         layers = config.num_hidden_layers
         if output is not None and self.attentions != layers:
-            raise ValueError(
+            raise UserError(
                 f"{type(module).__name__} has {layers} layers, but the dispatched attention was called "
                 f"{self.attentions} times: what the layers do with this rank's tokens alone is not known"
             )
@@ -160,7 +161,7 @@ class DispatchedModel:
                 "or its decoder"
             )
         if not asked.get("allow_is_causal_skip", True):  # a rule was added to it
-            raise ValueError(
+            raise UserError(
                 "the model asks for more than a causal mask with or without a window, which is not supported"
             )
         return DocumentMask(self.current[0], mask_function, self.current[1])
@@ -182,7 +183,7 @@ class DispatchedModel:
     ) -> tuple[Tensor, None]:
         """What transformers calls in every layer: `[b, heads, s, d]` to `[b, s, heads, d]`, of this rank's tokens."""
         if not isinstance(attention_mask, DocumentMask):
-            raise ValueError(f"{type(module).__name__} makes a mask without transformers' mask interface")
+            raise UserError(f"{type(module).__name__} makes a mask without transformers' mask interface")
         check_arguments(module, query, key, value, is_causal, others)
         if sliding_window not in attention_mask.windows:
             check_mask(attention_mask.mask_function, sliding_window)

@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from roll.errors import UserError
 from roll.platform import get_platform
 
 # What torch's own rendezvous reads, under the name that Slurm's srun gives each task.
@@ -38,7 +39,7 @@ def init_dist(
         RuntimeError: torch.distributed is initialised already.
     """
     if init_backend not in ("torch", "deepspeed"):
-        raise ValueError(f"init_backend must be torch or deepspeed, got {init_backend!r}")
+        raise UserError(f"init_backend must be torch or deepspeed, got {init_backend!r}")
     if dist.is_initialized():
         raise RuntimeError("torch.distributed is initialised already")
     if init_backend == "deepspeed":
@@ -70,14 +71,14 @@ def rendezvous(launcher: str, environment: dict[str, str]) -> dict[str, str]:
     """
     names = {"pytorch": {name: name for name in SLURM_NAMES}, "slurm": SLURM_NAMES}.get(launcher)
     if names is None:
-        raise ValueError(f"launcher must be pytorch or slurm, got {launcher!r}")
+        raise UserError(f"launcher must be pytorch or slurm, got {launcher!r}")
     needed = [*names.values(), *(["MASTER_ADDR", "MASTER_PORT"] if launcher == "pytorch" else [])]
     derived = {"MASTER_ADDR": "SLURM_JOB_NODELIST", "MASTER_PORT": "SLURM_JOB_ID"} if launcher == "slurm" else {}
     needed += [theirs for name, theirs in derived.items() if not environment.get(name)]
     missing = [name for name in needed if not environment.get(name)]
     if missing:
         command = "torchrun" if launcher == "pytorch" else "srun"
-        raise ValueError(f"init_dist({launcher!r}) found no {', '.join(missing)}: start the processes with {command}")
+        raise UserError(f"init_dist({launcher!r}) found no {', '.join(missing)}: start the processes with {command}")
     found = {name: environment[theirs] for name, theirs in names.items()}
     # All ranks see the same list and the same number, so all of them find rank 0 on its first node.
     found["MASTER_ADDR"] = environment.get("MASTER_ADDR") or first_host(environment["SLURM_JOB_NODELIST"])
@@ -88,7 +89,7 @@ def rendezvous(launcher: str, environment: dict[str, str]) -> dict[str, str]:
 def port_of_job(number: str) -> str:
     """Port of a Slurm job; another one for each of the next 11999 jobs."""
     if not number.isdecimal():
-        raise ValueError(f"SLURM_JOB_ID must be a number, got {number!r}")
+        raise UserError(f"SLURM_JOB_ID must be a number, got {number!r}")
     return str(FIRST_PORT + int(number) % PORTS)
 
 
@@ -96,5 +97,5 @@ def first_host(nodes: str) -> str:
     """The first host of Slurm's short form of a node list: `gpu[007-010,12]-ib,login` to `gpu007-ib`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     if first is None:
-        raise ValueError(f"no host in the node list {nodes!r}")
+        raise UserError(f"no host in the node list {nodes!r}")
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group())

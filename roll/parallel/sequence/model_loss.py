@@ -33,6 +33,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from roll.errors import UserError
 from roll.parallel.sequence.agreement import agree
 from roll.parallel.sequence.collectives import gather_for_own_use
 from roll.parallel.sequence.padding import IGNORED_LABEL
@@ -91,7 +92,7 @@ class ModelLoss:
     def check(self, model: PreTrainedModel) -> None:
         """Raise ValueError if labels were given and the model did not compute its loss with its loss function."""
         if self.original is not None and self.calls != 1:
-            raise ValueError(
+            raise UserError(
                 f"{type(model).__name__} called its loss function {self.calls} times for its labels: what its loss is "
                 "made of is not known; compute it from the logits"
             )

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from roll.errors import UserError
 from roll.parallel.sequence.call_forms import check_group, check_number, or_later_form
 from roll.parallel.sequence.groups import sequence_group
 
@@ -51,7 +52,7 @@ def shift_labels(labels: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     if cu_seqlens is not None:
         bounds = cu_seqlens.tolist()
         if bounds[:1] != [0] or bounds[-1] != labels.numel() or any(b < a for a, b in pairwise(bounds)):
-            raise ValueError(f"cu_seqlens must rise from 0 to the {labels.numel()} labels, got {bounds}")
+            raise UserError(f"cu_seqlens must rise from 0 to the {labels.numel()} labels, got {bounds}")
         ends = cu_seqlens[1:].to(labels.device).long()
         shifted.view(-1)[ends[ends > 0] - 1] = IGNORED_LABEL
     return shifted
@@ -77,7 +78,7 @@ def split_tensor(x: Tensor, dim: int = 1, group: ProcessGroup | None = None) -> 
     if group is None:
         return x
     if x.shape[dim] % group.size():
-        raise ValueError(
+        raise UserError(
             f"dim {dim} of {tuple(x.shape)} does not divide by the {group.size()} ranks that share a sequence: "
             "pad_for_sequence_parallel first"
         )
@@ -206,9 +207,9 @@ def pad_packed_for_sequence_parallel(
     length = tokens.shape[1]
     ends = cu_seqlens.tolist()
     if len(tokens) != 1:
-        raise ValueError(f"documents are packed into one row, got tokens of shape {tuple(tokens.shape)}")
+        raise UserError(f"documents are packed into one row, got tokens of shape {tuple(tokens.shape)}")
     if len(ends) < 2 or ends[0] != 0 or ends[-1] != length or any(b <= a for a, b in pairwise(ends)):
-        raise ValueError(f"cu_seqlens must rise from 0 to the {length} tokens of the row, got {ends}")
+        raise UserError(f"cu_seqlens must rise from 0 to the {length} tokens of the row, got {ends}")
     tokens = pad_tensor(tokens, tokens_pad_index, group=group)
     if tokens.shape[1] > length:
         ends.append(tokens.shape[1])
@@ -231,22 +232,22 @@ def _ranks(group: ProcessGroup | None) -> int:
 
 def _check_dim(name: str, x: object, dim: object) -> None:
     if not isinstance(x, Tensor):
-        raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
+        raise UserError(f"{name} must be a tensor, got {type(x).__name__}")
     check_number("dim", dim, int)
     if not -x.ndim <= operator.index(dim) < x.ndim:  # type: ignore[arg-type]  # NumPy's integers are integers too
-        raise ValueError(f"there is no dim {dim} in {name} of shape {tuple(x.shape)}")
+        raise UserError(f"there is no dim {dim} in {name} of shape {tuple(x.shape)}")
 
 
 def _check_shapes(tokens: Tensor, **others: Tensor | None) -> None:
     if not isinstance(tokens, Tensor):
-        raise ValueError(f"tokens must be a tensor, got {type(tokens).__name__}")
+        raise UserError(f"tokens must be a tensor, got {type(tokens).__name__}")
     if tokens.ndim != 2:
-        raise ValueError(f"tokens must have two dims [rows, length], got shape {tuple(tokens.shape)}")
+        raise UserError(f"tokens must have two dims [rows, length], got shape {tuple(tokens.shape)}")
     for name, other in others.items():
         if other is None:
             continue
         if not isinstance(other, Tensor):
-            raise ValueError(f"{name} must be a tensor or None, got {type(other).__name__}")
+            raise UserError(f"{name} must be a tensor or None, got {type(other).__name__}")
         rows_fit = name == "position_ids" and len(other) == 1
         if other.shape != tokens.shape and not (rows_fit and other.shape[1:] == tokens.shape[1:]):
-            raise ValueError(f"{name} has shape {tuple(other.shape)}, tokens have {tuple(tokens.shape)}")
+            raise UserError(f"{name} has shape {tuple(other.shape)}, tokens have {tuple(tokens.shape)}")

@@ -10,6 +10,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
+from roll.errors import UserError
 from roll.parallel.sequence.agreement import agree
 from roll.parallel.sequence.groups import get_data_parallel_rank, get_data_parallel_world_size
 from roll.parallel.sequence.launch import SLURM_NAMES
@@ -116,12 +117,12 @@ class SequenceParallelSampler(Sampler[int]):
         """
         missing = {"epoch", "behind", "seed", "length", "shuffle"} - set(state)
         if missing:
-            raise ValueError(f"the sampler's state has no {', '.join(sorted(missing))}")
+            raise UserError(f"the sampler's state has no {', '.join(sorted(missing))}")
         if state["behind"] < 0:
-            raise ValueError(f"the sampler's state has a negative number of samples behind, {state['behind']}")
+            raise UserError(f"the sampler's state has a negative number of samples behind, {state['behind']}")
         for name in ("length", "shuffle"):
             if state[name] != getattr(self, name):
-                raise ValueError(f"the sampler's state has {name} {state[name]}, this sampler {getattr(self, name)}")
+                raise UserError(f"the sampler's state has {name} {state[name]}, this sampler {getattr(self, name)}")
         self.seed, self.epoch = state["seed"], state["epoch"]
         self._begin = self._began = self._behind = min(state["behind"], self.length)
 

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from roll.errors import UserError
+
 
 @dataclass(frozen=True)
 class Run:
@@ -124,7 +126,7 @@ def find_documents(
     if cu_seqlens is not None:
         ends = cu_seqlens.cpu().long()
         if ends.ndim != 1 or len(ends) < 2 or ends[0] != 0 or ends[-1] != rows * length or (ends.diff() <= 0).any():
-            raise ValueError(
+            raise UserError(
                 f"cu_seq_lens must rise from 0 to the {rows} x {length} tokens of the whole, unsplit batch, "
                 f"got {ends.tolist()}"
             )
@@ -144,7 +146,7 @@ def find_documents(
     twice = next((i for i in range(1, len(owners)) if owners[i] == owners[i - 1]), None)
     if twice is not None:
         row, token = divmod(spans[twice][0], length)
-        raise ValueError(
+        raise UserError(
             f"attention_mask has padding inside row {row}, before token {token}; it may be at the ends only"
         )
     return Documents(rows, length, spans, device)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from roll.errors import UserError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -46,7 +48,7 @@ def check_supported(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     """Raise ValueError with every reason why this model cannot be split over its sequence."""
     found = list(_reasons(model, decoder))
     if found:
-        raise ValueError(f"{type(model).__name__} cannot be split over its sequence: {'; '.join(found)}")
+        raise UserError(f"{type(model).__name__} cannot be split over its sequence: {'; '.join(found)}")
 
 
 def _reasons(model: PreTrainedModel, decoder: PreTrainedModel) -> Iterator[str]:
@@ -107,13 +109,13 @@ def check_arguments(
     """
     where = type(module).__name__
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        raise ValueError(f"{where} is not causal: sequence parallelism supports causal attention only")
+        raise UserError(f"{where} is not causal: sequence parallelism supports causal attention only")
     if not (k.shape == v.shape and q.shape[2:] == k.shape[2:] and q.shape[1] % k.shape[1] == 0):
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
-        raise ValueError(f"{where} has q, k, v of shapes {shapes}: other lengths or head sizes are not supported")
+        raise UserError(f"{where} has q, k, v of shapes {shapes}: other lengths or head sizes are not supported")
     asked = [name for name, value in others.items() if name not in HARMLESS_ARGUMENTS and _is_given(value)]
     if asked:
-        raise ValueError(f"{where} passes {', '.join(sorted(asked))} to its attention, which is not supported")
+        raise UserError(f"{where} passes {', '.join(sorted(asked))} to its attention, which is not supported")
 
 
 def _is_given(value: Any) -> bool:
@@ -133,4 +135,4 @@ def check_mask(mask_function: Callable[..., Tensor], window: int | None) -> None
     found = {key: bool(mask_function(zero, zero, torch.tensor(query), torch.tensor(key))) for key in expected}
     if found != expected:
         rule = "a causal mask" if window is None else f"a causal mask with a window of {window}"
-        raise ValueError(f"a layer passes sliding_window={window}, but transformers' mask for it is not {rule}")
+        raise UserError(f"a layer passes sliding_window={window}, but transformers' mask for it is not {rule}")

@@ -140,14 +140,14 @@ def test_misfits_are_refused_on_every_rank(ranks: RankPool) -> None:
     found = ranks.run(misfits, world_size=4)
     assert all(rank == found[0] for rank in found)
     assert found[0] == {
-        "3 of 4": "ValueError: sequence_parallel_world_size 3 does not divide the 4 ranks",
-        "0": "ValueError: sequence_parallel_world_size must be a positive integer, got 0",
-        "bool": "ValueError: sequence_parallel_world_size must be a positive integer, got True",
-        "text": "ValueError: sequence_parallel_world_size must be a positive integer, got '2'",
+        "3 of 4": "UserError: sequence_parallel_world_size 3 does not divide the 4 ranks",
+        "0": "UserError: sequence_parallel_world_size must be a positive integer, got 0",
+        "bool": "UserError: sequence_parallel_world_size must be a positive integer, got True",
+        "text": "UserError: sequence_parallel_world_size must be a positive integer, got '2'",
         "one rank has 3": (
-            "ValueError: rank 2 of the group: sequence_parallel_world_size 3 does not divide the 4 ranks"
+            "UserError: rank 2 of the group: sequence_parallel_world_size 3 does not divide the 4 ranks"
         ),
-        "differ": "ValueError: sequence_parallel_world_size differs between the ranks of the group: 4, 4, 2, 2",
+        "differ": "UserError: sequence_parallel_world_size differs between the ranks of the group: 4, 4, 2, 2",
     }
 
 
