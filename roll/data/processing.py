@@ -1,4 +1,4 @@
-"""What is done to a micro-batch before the model sees it: flattened or unpacked, then split over the sequence ranks.
+"""Steps between a micro-batch and the model: flattening or unpacking, then the split over the sequence ranks.
 
 A length that does not divide into sp equal parts is refused, not padded: P = micro_bsz * seq_len is the user's own
 setting, and a multiple of sp is near.
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from roll.config import Mode
 from roll.data.loading import Data, ProcessFunc
+from roll.data.packing import check_divides
 from roll.data.packs import IGNORED, PAD_ID, check_sizes
 from roll.errors import UserError
 
@@ -47,7 +48,7 @@ def data_process(
     else:
         steps.append(partial(unpack_data, micro_bsz=micro_bsz, seq_len=seq_len))
     if mode == "isp" and sp_size > 1:
-        _check_divides(micro_bsz * seq_len if use_packed_dataset else seq_len, sp_size)
+        check_divides(micro_bsz * seq_len if use_packed_dataset else seq_len, sp_size)
         steps.append(partial(split_data_sequence_parallel, sp_rank=sp_rank, sp_size=sp_size))
     return tuple(steps)
 
@@ -101,7 +102,7 @@ def split_data_sequence_parallel(data: Data, labels: Tensor, *, sp_rank: int, sp
     Raises ValueError if the sequence does not divide into `sp_size` parts.
     """
     _check_rank(sp_rank, sp_size)
-    _check_divides(labels.shape[-1], sp_size)
+    check_divides(labels.shape[-1], sp_size)
 
     def part(whole: Tensor) -> Tensor:
         return torch.chunk(whole, sp_size, dim=-1)[sp_rank].contiguous()
@@ -113,11 +114,6 @@ def split_data_sequence_parallel(data: Data, labels: Tensor, *, sp_rank: int, sp
 def _check_rank(sp_rank: int, sp_size: int) -> None:
     if not 0 <= sp_rank < sp_size:
         raise UserError(f"sp_rank={sp_rank} is not one of sp_size={sp_size} ranks")
-
-
-def _check_divides(length: int, sp_size: int) -> None:
-    if length % sp_size:
-        raise UserError(f"sp={sp_size} does not divide the sequence of {length} tokens")
 
 
 def _check_single(data: Data) -> None:

@@ -167,8 +167,8 @@ def test_a_group_says_which_part_is_this_ranks(ranks: RankPool) -> None:
         ({"micro_bsz": 0}, "micro_bsz must be at least 1, got 0"),
         ({"seq_len": -8}, "seq_len must be at least 1, got -8"),
         ({"mode": "isp", "sp_rank": 2, "sp_size": 2}, "sp_rank=2 is not one of sp_size=2 ranks"),
-        ({"mode": "isp", "sp_size": 3}, "sp=3 does not divide the sequence of 16 tokens"),
-        ({"mode": "isp", "sp_size": 16, "use_packed_dataset": False}, "sp=16 does not divide the sequence of 8 tokens"),
+        ({"mode": "isp", "sp_size": 3}, "16 tokens of a row do not split over 3 ranks"),
+        ({"mode": "isp", "sp_size": 16, "use_packed_dataset": False}, "8 tokens of a row do not split over 16 ranks"),
     ],
 )
 def test_settings_are_refused_at_once(settings: dict[str, Any], message: str) -> None:

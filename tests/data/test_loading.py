@@ -230,13 +230,13 @@ def test_other_modes_do_not_split(mode: Any) -> None:
 
 
 def test_a_sequence_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(ValueError, match="sp=3 does not divide the sequence of 16 tokens"):
+    with pytest.raises(ValueError, match="16 tokens of a row do not split over 3 ranks of the sequence; 18 would fit"):
         data_process(mode="isp", sp_size=3, **SIZES)
     # Unpacked it is each row that is split, not the pack.
-    with pytest.raises(ValueError, match="sp=16 does not divide the sequence of 8 tokens"):
+    with pytest.raises(ValueError, match="8 tokens of a row do not split over 16 ranks of the sequence; 16 would fit"):
         data_process(use_packed_dataset=False, mode="isp", sp_size=16, **SIZES)
     data = {"input_ids": torch.zeros(1, 10)}
-    with pytest.raises(ValueError, match="sp=4 does not divide the sequence of 10 tokens"):
+    with pytest.raises(ValueError, match="10 tokens of a row do not split over 4 ranks of the sequence; 12 would fit"):
         split_data_sequence_parallel(data, torch.zeros(1, 10), sp_rank=0, sp_size=4)
     with pytest.raises(ValueError, match="sp_rank=2 is not one of sp_size=2 ranks"):
         split_data_sequence_parallel(data, torch.zeros(1, 10), sp_rank=2, sp_size=2)
