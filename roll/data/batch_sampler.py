@@ -1,4 +1,4 @@
-"""Which packs each data-parallel rank takes at each step: pure arithmetic on a place in the stream, no list of packs.
+"""Assignment of packs to data-parallel ranks at each step: pure arithmetic on a place in the stream, no list of packs.
 
 A step takes the next `micro_num * dp_size` packs of the epoch, `micro_num` of them for each rank in turn. Every rank
 has the same number of steps and the same number of packs in each, whatever remains at the end of an epoch.

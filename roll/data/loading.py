@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 Data = dict[str, Any]
-"""What a model is given beside labels: tensors, lists of tensors and plain numbers under their names."""
+"""Inputs of a model beside labels: tensors, lists of tensors and plain numbers under their names."""
 
 ProcessFunc = Callable[[Data, Tensor], tuple[Data, Tensor]]
 """A step of processing: a micro-batch's data and labels as the next step wants them."""

@@ -35,7 +35,7 @@ def lost_pieces(
 
 
 def _drops_characters(backend: Tokenizer) -> bool:
-    """Whether the tokenizer has characters that it leaves out: BPE without an unknown token, and without every byte."""
+    """Tell whether the tokenizer leaves characters out: BPE without an unknown token, and without every byte."""
     model = backend.model
     if not isinstance(model, BPE) or model.unk_token is not None:
         return False

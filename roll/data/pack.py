@@ -16,7 +16,7 @@ from roll.data.sources.sample import Ids
 
 
 class PackPlan:
-    """Which tokens of which samples each pack holds, found by binary search in the samples' ends.
+    """Tokens that each pack holds, by sample, found by binary search in the samples' ends.
 
     Pack i holds tokens `[i * P, (i + 1) * P)` of the stream. The last is padded if the stream ends inside it, or left
     out with `drop_last`. Empty samples hold no token, so they are skipped.

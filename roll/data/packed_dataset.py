@@ -118,7 +118,7 @@ class PackedDataset(Dataset[Pack]):
         )
 
     def identity(self) -> dict[str, int | bool | None]:
-        """What a place in the stream of packs is a place in (all JSON). Tokens are not read for it, lengths are."""
+        """Identity of the stream of packs (all JSON), for a saved place in it. No token is read for it."""
         return {
             "num_samples": len(self.source),
             "lengths_crc32": self._lengths_crc32,

@@ -25,7 +25,7 @@ from roll.errors import UserError
 
 @dataclass(frozen=True)
 class TokenCount:
-    """How full packs are."""
+    """Number of real tokens and of all tokens in packs."""
 
     real: int = 0
     total: int = 0
@@ -68,9 +68,9 @@ class PackedLoader:
         self.pin_memory = pin_memory
         self.position = Position(epoch=dataset.epoch)
         self.last = TokenCount()
-        """Of the last batch handed out, on this rank."""
+        """Tokens of the last batch handed out, on this rank."""
         self.consumed = TokenCount()
-        """Of all batches that this object handed out, on this rank."""
+        """Tokens of all batches that this object handed out, on this rank."""
         self._batches: Iterator[_Batch | DataError] | None = None
         self._positions: Iterator[Position] = iter(())
 

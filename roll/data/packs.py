@@ -54,7 +54,7 @@ class Piece(NamedTuple):
 
 
 class Plan(Protocol):
-    """Which pieces of which samples each pack holds; worked out per pack, never kept."""
+    """Pieces of samples that each pack holds; worked out per pack, never kept."""
 
     num_tokens: int
     """Real tokens of all packs: those of the samples, less what the plan leaves out."""

@@ -45,7 +45,7 @@ class _Bin:
         self.work += row.work
 
     def fits(self, row: _Row, max_tokens: int) -> bool:
-        """Whether the row may be added; into an empty bin it always may."""
+        """Tell whether the row may be added; an empty bin takes any row."""
         return not self.rows or self.tokens + row.tokens <= max_tokens
 
     @property

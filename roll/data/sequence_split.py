@@ -1,4 +1,4 @@
-"""Which tokens of a row each rank holds, where a sequence is split over ranks from the embedding to the head.
+"""Assignment of a row's tokens to ranks, where a sequence is split over them from the embedding to the head.
 
 Everything that a rank does with its part of a row asks here: the model's input, positions, targets and labels, and the
 order in which gathered keys, values and results stand. Legend: n ranks, T tokens of a row.
@@ -18,7 +18,7 @@ from roll.data.packing import check_divides
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """How rows are dealt to the ranks of the context-parallel group, and which of them this rank is.
+    """The rule that deals rows to the ranks of the context-parallel group, and this rank's place in it.
 
     Contiguous (mode isp, and cp_comm a2a): equal parts of the row, wherever its segments begin. Zigzag: every segment
     is cut into 2n chunks, of which rank r holds r and 2n - 1 - r, an early one, which sees little under the causal
@@ -38,7 +38,7 @@ class SequenceSplit:
         return self.parallel.context_parallel
 
     def held(self, cu_seqlens: Tensor) -> HeldTokens:
-        """Who holds what of the row whose segments begin at `cu_seqlens` `[segments + 1]`, T being the last entry.
+        """Tokens that each rank holds of a row with segments that begin at `cu_seqlens` `[segments + 1]`, T at the end.
 
         Raises:
             ValueError: the row, or with zigzag a segment, does not divide.

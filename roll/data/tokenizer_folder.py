@@ -124,7 +124,7 @@ def _code_of(settings: dict[str, Any]) -> str | None:
 
 
 def _tokenizer_class_of(folder: Path) -> PreTrainedConfig:
-    """What transformers wants to know of the model to choose the tokenizer's class: its type, and a name if it has one.
+    """The model's type, and its name if it has one: transformers chooses the tokenizer's class by them.
 
     Read here, because transformers warns of every type that it has no model of, such as internlm2, and of every key of
     config.json that it would write differently; neither matters to the tokenizer.

@@ -16,7 +16,7 @@ from roll.data.sources.sample import Ids, SampleSource
 
 
 class UnpackPlan:
-    """Which samples each pack holds: disjoint groups of `micro_bsz` samples, the last perhaps of fewer.
+    """Samples that each pack holds: disjoint groups of `micro_bsz` samples, the last perhaps of fewer.
 
     Of a sample longer than `seq_len` the rest is discarded, and its last kept token has no label. Empty samples are
     skipped and take no place in a group.

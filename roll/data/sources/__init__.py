@@ -1,1 +1,1 @@
-"""Where token sequences come from: lists, InternEvo's tokenized folders, plain text, conversations."""
+"""Sources of token sequences: lists, InternEvo's tokenized folders, plain text, conversations."""
