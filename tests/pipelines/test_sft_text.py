@@ -14,7 +14,8 @@ from roll.config import ConfigError, SFTConfig, load_config
 from roll.data.sources.tokenized_folder import write_tokenized
 from roll.pipelines.sft_data import SFTData, load_sft_data
 from roll.pipelines.sft_settings import shaping_settings
-from tests.pipelines.test_sft import EXAMPLE, ROOT, SMALL, records, train
+from tests.isolation import ROOT
+from tests.pipelines.test_sft import EXAMPLE, SMALL, records, train
 from tests.rank_pool import RankPool
 
 LONG, SHORT = "a" * 12, "a"  # A prompt that fills a row of 8 tokens, and one that leaves room.
