@@ -24,6 +24,7 @@ def test_paragraphs_stand_between_blank_lines_and_end_with_the_end_token(tmp_pat
     assert source.lengths.tolist() == [5, 3, 4, 2]
     # The unknown letter is one token, which is not learned.
     assert source.num_unknown == 1
+    assert source.notes == ("1 tokens are unknown to the tokenizer, and are not learned",)
     assert source[2].in_loss.tolist() == [True, False, True, True]
     assert source[3].origin == f"{second} at byte 8"
 
@@ -35,7 +36,17 @@ def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
     file.write_bytes(b"ab\xff")
     with pytest.raises(ValueError, match=r"text\.txt is not UTF-8 text: invalid start byte at byte 2"):
         Paragraphs([file], TOKENIZER)
+    for number, content in enumerate((b"", b"\xef\xbb\xbf", b" \n\t\n")):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"^no text to read: .*text\.txt is empty$"):
+            Paragraphs([file], TOKENIZER)
+        (tmp_path / f"{number}.txt").write_bytes(content)
+    several = [tmp_path / "0.txt", tmp_path / "1.txt", tmp_path / "2.txt", file]
+    with pytest.raises(ValueError, match=r"^no text to read: \S*0\.txt, \S*1\.txt, \S*2\.txt and 1 more are empty$"):
+        Paragraphs(several, TOKENIZER)
     file.write_bytes(b"abab\n")
+    assert Paragraphs(several, TOKENIZER).notes == (f"no text to read: {', '.join(map(str, several[:3]))} are empty",)
+    assert Paragraphs([file], TOKENIZER).notes == ()
     source = Paragraphs([file], TOKENIZER)
     file.write_bytes(b"ab\n")
     with pytest.raises(ValueError, match="the paragraph had 5 tokens and now has 4: the file has changed"):

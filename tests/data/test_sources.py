@@ -61,8 +61,11 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     expected = [([1, 2, 3], [True, False, True]), ([], []), ([4], [True])]
     assert contents(source) == contents(pickle.loads(pickle.dumps(source))) == expected
     assert contents(TokenizedFolder(tmp_path / "b.bin")) == expected[:2]
+    assert source.notes == (f"no sample to read: {tmp_path / 'a.bin'} is empty",)
     with pytest.raises(IndexError, match="sample 3 of 3"):
         source[3]
+    with pytest.raises(ValueError, match=r"^no sample to read: .*a\.bin is empty$"):
+        TokenizedFolder(tmp_path / "a.bin")
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:

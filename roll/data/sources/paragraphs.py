@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from roll.config import expand_path
-from roll.data.sources.sample import DataError, Ids, Sample
+from roll.data.sources.sample import DataError, Ids, Sample, named_files
 from roll.data.special_tokens import encode_text, front_tokens
 from roll.errors import UserError
 
@@ -28,7 +28,8 @@ class Paragraphs:
     def __init__(self, files: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase) -> None:
         """Find the paragraphs of `files` and count their tokens.
 
-        Raises ValueError naming the file for what is no file or not UTF-8, and for a tokenizer without an end token.
+        Raises ValueError naming the file for what is no file or not UTF-8, naming all files where none holds text, and
+        for a tokenizer without an end token.
         """
         if tokenizer.eos_token_id is None:
             raise UserError("the tokenizer has no end token, which ends a paragraph")
@@ -38,15 +39,28 @@ class Paragraphs:
         spans: list[tuple[int, int, int]] = []  # number of the file, first byte, byte behind the last
         lengths: list[int] = []
         self.num_unknown = 0
+        self.empty_files: tuple[Path, ...] = ()
+        """Files without any text, which give no sample."""
         for number, file in enumerate(self._files):
-            content = _read(file)
+            content, before = _read(file), len(spans)
             for start, stop in _spans(content):
                 sample = self._sample(content[start:stop], "")
                 spans.append((number, start, stop))
                 lengths.append(len(sample))
                 self.num_unknown += int((~sample.in_loss).sum())
+            if len(spans) == before:
+                self.empty_files += (file,)
+        if not spans:
+            raise UserError(f"no text to read: {named_files(self.empty_files)}")
         self._spans = np.array(spans, dtype=np.int64).reshape(-1, 3)
         self._lengths = np.array(lengths, dtype=np.int64)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on what is not learned as it stands."""
+        unknown = f"{self.num_unknown} tokens are unknown to the tokenizer, and are not learned"
+        empty = f"no text to read: {named_files(self.empty_files)}"
+        return (unknown,) * bool(self.num_unknown) + (empty,) * bool(self.empty_files)
 
     @property
     def lengths(self) -> Ids:

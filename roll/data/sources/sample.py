@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -15,7 +16,7 @@ Ids = NDArray[np.int64]
 
 
 class DataError(UserError):
-    """What is wrong with a sample, in words for who made the data: the message alone is shown, without a traceback."""
+    """A fault of a sample, in words for its author: the message alone is shown, without a traceback."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Sample:
     in_loss: NDArray[np.bool_]
     """`[n]` bool: whether the token is a label, where it is the next token."""
     origin: str
-    """Where it comes from, for messages: a row of a file, say."""
+    """Place that the sample comes from, for messages: a row of a file, say."""
 
     @classmethod
     def from_signed(cls, tokens: Sequence[int] | Ids, origin: str) -> Sample:
@@ -74,6 +75,15 @@ class SampleSource(Protocol):
     def __getitem__(self, index: int) -> Sample:
         """Sample `index`. Raises DataError if it cannot be read as what it was when the source was opened."""
         ...
+
+
+def named_files(empty: Sequence[Path], shown: int = 3) -> str:
+    """Words for files that hold nothing: the first of them by name.
+
+    Example: `a.txt is empty`, or `a.txt, b.txt, c.txt and 4 more are empty`.
+    """
+    more = f" and {len(empty) - shown} more" if len(empty) > shown else ""
+    return f"{', '.join(map(str, empty[:shown]))}{more} {'is' if len(empty) == 1 else 'are'} empty"
 
 
 def _shortened(value: object) -> str:

@@ -15,16 +15,16 @@ from pathlib import Path
 import numpy as np
 
 from roll.config import expand_path
-from roll.data.sources.sample import DataError, Ids, Sample
+from roll.data.sources.sample import DataError, Ids, Sample, named_files
 from roll.errors import UserError
 
 
 class TokenizedFolder:
     """All `.bin` files of a folder and the folders below it, in the order of their paths; or one `.bin` file.
 
-    Raises ValueError for a path without `.bin` files, a missing or unreadable meta file, and one that does not match
-    the size of its `.bin` file; on access also for a line that is torn or does not match its meta entry, with its
-    number.
+    Raises ValueError for a path without `.bin` files, files of which none holds a sample, a missing or unreadable meta
+    file, and one that does not match the size of its `.bin` file; on access also for a line that is torn or does not
+    match its meta entry, with its number.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -33,9 +33,18 @@ class TokenizedFolder:
         if not self.files:
             raise UserError(f"{path} holds no .bin file")
         metas = [_read_meta(file) for file in self.files]
+        self.empty_files = tuple(file for file, meta in zip(self.files, metas, strict=True) if not len(meta))
+        """Files without a sample."""
+        if len(self.empty_files) == len(self.files):
+            raise UserError(f"no sample to read: {named_files(self.empty_files)}")
         self._first = np.cumsum([0, *map(len, metas)])  # [files + 1]: number of the first sample of each file
         self._offsets = np.concatenate([meta[:, 0] for meta in metas])
         self._lengths = np.concatenate([meta[:, 1] for meta in metas])
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A sentence on the files without a sample, if there are any."""
+        return (f"no sample to read: {named_files(self.empty_files)}",) if self.empty_files else ()
 
     @property
     def lengths(self) -> Ids:
