@@ -26,7 +26,7 @@ from roll.config.settings import Settings
 from roll.config.sft import RampUpSettings, SFTConfig
 from roll.config.sft_data import SFTDataSettings
 from roll.config.strategy import DType, Head, RowsOn, StrategyName, StrategySettings
-from roll.config.task import TaskSettings
+from roll.config.task import PromptForm, TaskSettings
 
 __all__ = [
     "FAMILIES",
@@ -44,6 +44,7 @@ __all__ = [
     "PPOSettings",
     "ParallelSettings",
     "Problem",
+    "PromptForm",
     "RampUpSettings",
     "RaySettings",
     "ReferenceSettings",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from string import Formatter
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
 from roll.config.settings import Settings
 from roll.errors import UserError
+
+PromptForm = Literal["auto", "none"]
+"""auto: a turn of the tokenizer's chat template, if it has one. none: the bare text."""
 
 
 def _prompt_template(value: str) -> str:
@@ -31,6 +34,8 @@ class TaskSettings(Settings):
     """Settings of that data set, as reasoning-gym names them."""
     prompt: Annotated[str, AfterValidator(_prompt_template)] = "{question}"
     """Template of a prompt: {question} is the problem's text, and each key of its metadata has a name as well."""
+    chat_template: PromptForm = "auto"
+    """Form of a prompt: a user's turn in the tokenizer's chat template, if it has one (auto), or bare text (none)."""
     max_prompt_tokens: PositiveInt
     """Longest prompt in tokens; a longer one is refused."""
     train_size: PositiveInt

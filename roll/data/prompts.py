@@ -1,6 +1,7 @@
 """Task items as token ids: prompts for a rollout, answers to learn from, and the order in which prompts are drawn.
 
-B rows, P = max_prompt_tokens. Prompts are padded on the left and end at column P - 1.
+B rows, P = max_prompt_tokens. Prompts are padded on the left and end at column P - 1. A prompt is a user's turn in the
+tokenizer's chat template, which also writes conversations to learn from; `chat_template` is the setting of a task.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from roll.data.sources.conversation import plain_text
+from roll.config import PromptForm
+from roll.data.sources.chat_template import ChatTemplate, Conversation
+from roll.data.sources.conversation import conversation_texts, plain_text
 from roll.data.sources.learned_text import EncodedText, encode_learned
+from roll.data.sources.row_keys import check_nothing_lost
 from roll.data.special_tokens import encode_text, front_tokens
 from roll.data.tasks import TaskItem
 from roll.data.tokenizer import check_characters, padding_id
@@ -21,12 +25,22 @@ from roll.errors import UserError
 from roll.protocol import DataProto
 
 
-def encode_prompts(items: Sequence[TaskItem], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> DataProto:
+def uses_template(tokenizer: PreTrainedTokenizerBase, chat_template: PromptForm) -> bool:
+    """Tell whether prompts are written by the tokenizer's chat template."""
+    return chat_template == "auto" and tokenizer.chat_template is not None
+
+
+def encode_prompts(
+    items: Sequence[TaskItem],
+    tokenizer: PreTrainedTokenizerBase,
+    max_prompt_tokens: int,
+    chat_template: PromptForm = "auto",
+) -> DataProto:
     """Prompts of a batch: `input_ids` and `attention_mask` [B, P] int64, and per row `prompt` (str), `entry` (dict).
 
     Raises ValueError as `prompt_ids` does.
     """
-    prompts = prompt_ids(items, tokenizer, max_prompt_tokens)
+    prompts = prompt_ids(items, tokenizer, max_prompt_tokens, chat_template)
     pad = padding_id(tokenizer)
     rows = [[pad] * (max_prompt_tokens - len(ids)) + ids for ids in prompts]
     masks = [[0] * (max_prompt_tokens - len(ids)) + [1] * len(ids) for ids in prompts]
@@ -35,17 +49,26 @@ def encode_prompts(items: Sequence[TaskItem], tokenizer: PreTrainedTokenizerBase
 
 
 def prompt_ids(
-    items: Sequence[TaskItem], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int
+    items: Sequence[TaskItem],
+    tokenizer: PreTrainedTokenizerBase,
+    max_prompt_tokens: int,
+    chat_template: PromptForm = "auto",
 ) -> list[list[int]]:
-    """Token ids of each prompt, with what the tokenizer puts in front (e.g. `<s>`), once, also where the prompt has it.
+    """Token ids of each prompt.
 
-    What the tokenizer would put behind a prompt is left out.
+    A chat template writes special tokens itself, so none is added: the ids are those of
+    `apply_chat_template(add_generation_prompt=True)`. Bare text gets what the tokenizer puts in front (e.g. `<s>`),
+    once, also where the prompt has it. What the tokenizer would put behind a prompt is left out.
 
-    Raises ValueError for a prompt that is empty, longer than `max_prompt_tokens`, or not in the tokenizer's alphabet.
+    Raises ValueError for a prompt that is empty, longer than `max_prompt_tokens`, not in the tokenizer's alphabet,
+    refused by the chat template or left out by it.
     """
-    check_characters((item.prompt for item in items), tokenizer, what="prompts")
-    front = front_tokens(tokenizer)
-    prompts = [encode_text(item.prompt, tokenizer, front) for item in items]
+    if uses_template(tokenizer, chat_template):
+        texts, front = _template_prompts(items, tokenizer), []
+    else:
+        texts, front = [item.prompt for item in items], front_tokens(tokenizer)
+    check_characters(texts, tokenizer, what="prompts")
+    prompts = [encode_text(text, tokenizer, front) for text in texts]
     for index, ids in enumerate(prompts):
         if not ids:
             raise UserError(f"prompt {index} is empty: there is no token to continue from")
@@ -57,31 +80,50 @@ def prompt_ids(
     return prompts
 
 
+def _template_prompts(items: Sequence[TaskItem], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Texts that a model is asked to continue, each with one user's turn."""
+    template, texts = ChatTemplate(tokenizer), []
+    for index, item in enumerate(items):
+        conversation = Conversation([{"role": "user", "content": item.prompt}], f"prompt {index}")
+        check_nothing_lost(template, conversation, template.text(conversation))
+        texts.append(template.prompt(conversation))
+    return texts
+
+
 def encode_answers(
-    items: Sequence[TaskItem], tokenizer: PreTrainedTokenizerBase, max_new_tokens: int | None = None
+    items: Sequence[TaskItem],
+    tokenizer: PreTrainedTokenizerBase,
+    max_new_tokens: int | None = None,
+    chat_template: PromptForm = "auto",
 ) -> list[EncodedText]:
     """Tokens of each prompt with its answer and the end token, of which answer and end token are learned.
 
-    Prompt and answer are tokenized as one text. Raises ValueError for an item without an answer, one that is longer
-    than `max_new_tokens` with its end token, or not in the tokenizer's alphabet, and for a tokenizer without offsets.
+    Prompt and answer are tokenized as one text: one turn of the chat template, or bare text and the end token.
+
+    Raises ValueError for an item without an answer, one that is longer than `max_new_tokens` with its end token, or not
+    in the tokenizer's alphabet, for a tokenizer without offsets, and as `encode_conversations` does.
     """
-    if items and tokenizer.eos_token_id is None:
+    templated = uses_template(tokenizer, chat_template)
+    if items and tokenizer.eos_token_id is None and not templated:
         raise UserError(
             "the tokenizer has no eos_token, which ends an answer to learn: name one in its tokenizer_config.json"
         )
-    texts, answers = [], []
+    pairs = []
     for index, item in enumerate(items):
         if item.answer is None:
             raise UserError(f"item {index} has no answer to learn from: its task names no single one")
-        answers.append(item.answer)
-        texts.append(plain_text(item.prompt, item.answer, tokenizer, f"problem {index}"))
-    check_characters(answers, tokenizer, what="answers")
+        pairs.append((f"problem {index}", {"prompt": item.prompt, "response": item.answer}))
+    check_characters((pair["response"] for _, pair in pairs), tokenizer, what="answers")
+    if templated:
+        texts = conversation_texts(pairs, tokenizer)
+    else:
+        texts = [plain_text(pair["prompt"], pair["response"], tokenizer, origin) for origin, pair in pairs]
     encoded = encode_learned(texts, tokenizer)
     for index, (_, in_loss) in enumerate(encoded):
         if max_new_tokens is not None and sum(in_loss) > max_new_tokens:
             raise UserError(
                 f"answer {index} has {sum(in_loss)} tokens with its end token, max_new_tokens is {max_new_tokens}: "
-                f"{answers[index]!r}"
+                f"{items[index].answer!r}"
             )
     return encoded
 

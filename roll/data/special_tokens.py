@@ -1,4 +1,4 @@
-"""Special tokens that a tokenizer adds to a text by itself: one begin token in front, none behind."""
+"""Special tokens of a tokenizer, and those that it adds to a text: one begin token in front, none behind."""
 
 from __future__ import annotations
 
@@ -10,6 +10,15 @@ from roll.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """Texts of a tokenizer's special tokens (`<s>`, `<|im_end|>`), longest first.
+
+    Added tokens that stand for text (`<tool_call>` of Qwen) are none of them.
+    """
+    added = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return tuple(sorted({*tokenizer.all_special_tokens, *added}, key=lambda token: (-len(token), token)))
 
 
 def front_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:

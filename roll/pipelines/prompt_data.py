@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from roll.checkpoint.tensor_sources import HfFolder
 from roll.config import ConfigError, PPOConfig
-from roll.data.prompts import encode_answers, encode_prompts
+from roll.data.prompts import encode_answers, encode_prompts, uses_template
 from roll.data.tasks import ReasoningTask, load_reward_function
 from roll.pipelines.end_tokens import end_token_ids
 from roll.pipelines.model_start import tokenizer_in
@@ -30,16 +30,23 @@ class PromptData:
     """All held-out prompts, `[eval_size, max_prompt_tokens]`."""
     end_token_ids: tuple[int, ...]
     """Tokens of which each ends a response."""
+    from_template: bool = False
+    """True if the tokenizer's chat template has written the prompts."""
     warm_start: SFTData | None = None
     """What the warm start learns from, if it has to run first."""
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user should know about the data, in sentences."""
-        if len(self.end_token_ids) == 1:
-            return ()
-        ends = (f"{one} {self.tokenizer.decode([one])!r}" for one in self.end_token_ids)
-        return (f"a response ends at any of the tokens {', '.join(ends)}",)
+        notes = []
+        if self.from_template:
+            notes.append(
+                "a prompt is a turn of the tokenizer's chat template; task.chat_template=none is the bare text"
+            )
+        if len(self.end_token_ids) > 1:
+            ends = (f"{one} {self.tokenizer.decode([one])!r}" for one in self.end_token_ids)
+            notes.append(f"a response ends at any of the tokens {', '.join(ends)}")
+        return tuple(notes)
 
 
 def load_prompt_data(config: PPOConfig) -> PromptData:
@@ -70,8 +77,13 @@ def load_prompt_data(config: PPOConfig) -> PromptData:
         except ConfigError as error:
             raise error.under("warm_start") from error
         tokenizer = warm_start.tokenizer
-    encode_answers(learned, tokenizer, config.rollout.max_new_tokens)  # What is learned must fit into a response.
+    if config.warm_start is not None and config.warm_start.data.task is not None:
+        form = config.warm_start.data.task.chat_template
+        # What is learned must fit into a response.
+        encode_answers(learned, tokenizer, config.rollout.max_new_tokens, form)
+    form = config.task.chat_template
     train, held_out = (
-        encode_prompts(items, tokenizer, config.task.max_prompt_tokens) for items in (task.train, task.eval)
+        encode_prompts(items, tokenizer, config.task.max_prompt_tokens, form) for items in (task.train, task.eval)
     )
-    return PromptData(task, tokenizer, train, held_out, end_token_ids(config, tokenizer), warm_start)
+    ends, from_template = end_token_ids(config, tokenizer), uses_template(tokenizer, form)
+    return PromptData(task, tokenizer, train, held_out, ends, from_template, warm_start)

@@ -53,9 +53,7 @@ def load_sft_data(config: SFTConfig) -> SFTData:
     if sources.held_out is not None:
         notes.append(f"{len(sources.held_out)} samples held out, {sources.held_out.lengths.sum()} tokens")
         notes += _unlearned(config, "held out", sources.held_out)
-    if sources.num_unknown:
-        notes.append(f"{sources.num_unknown} tokens are unknown to the tokenizer, and are not learned")
-    return SFTData(tokenizer, train, held_out, tuple(notes))
+    return SFTData(tokenizer, train, held_out, (*notes, *sources.notes))
 
 
 def _unlearned(config: SFTConfig, what: str, source: SampleSource) -> list[str]:
@@ -73,7 +71,9 @@ def _unlearned(config: SFTConfig, what: str, source: SampleSource) -> list[str]:
 
 def _packs(config: SFTConfig, what: str, source: SampleSource, seed: int | None) -> PackedDataset:
     if not source.lengths.sum():
-        raise ConfigError([Problem("data", f"the {len(source)} samples {what} hold no token")])
+        patterns = config.data.held_out_files if what == "held out" else []
+        files = ", ".join(patterns or config.data.files)
+        raise ConfigError([Problem("data", f"the {len(source)} samples {what} hold no token: {files}")])
     return PackedDataset(
         source,
         micro_bsz=config.micro_bsz,

@@ -25,8 +25,8 @@ class Sources:
 
     train: SampleSource
     held_out: SampleSource | None
-    num_unknown: int = 0
-    """Tokens of the files to train on that the tokenizer does not know, and that are not learned."""
+    notes: tuple[str, ...] = ()
+    """Sentences on what of the files is not read or not learned."""
 
 
 def open_sources(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Sources:
@@ -36,19 +36,19 @@ def open_sources(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Sourc
     """
     data = config.data
     if data.task is not None:
-        task, length = ReasoningTask.of(data.task, "data.task"), data.task.max_prompt_tokens
-        return Sources(TaskAnswers(task.train, tokenizer, length), TaskAnswers(task.eval, tokenizer, length))
+        task, form = ReasoningTask.of(data.task, "data.task"), (data.task.max_prompt_tokens, data.task.chat_template)
+        return Sources(TaskAnswers(task.train, tokenizer, *form), TaskAnswers(task.eval, tokenizer, *form))
     _check_files_are_held_out(data.files, data.held_out_files)
     source = _from_files(config, "files", data.files, tokenizer)
-    unknown = source.num_unknown if isinstance(source, Paragraphs) else 0
     if data.held_out_share:
         try:
-            return Sources(*hold_out(source, data.held_out_share, config.seed), unknown)
+            return Sources(*hold_out(source, data.held_out_share, config.seed), source.notes)
         except ValueError as error:
             raise ConfigError([Problem("data.held_out_share", str(error))]) from error
     if data.held_out_files:
-        return Sources(source, _from_files(config, "held_out_files", data.held_out_files, tokenizer), unknown)
-    return Sources(source, None, unknown)
+        held_out = _from_files(config, "held_out_files", data.held_out_files, tokenizer)
+        return Sources(source, held_out, (*source.notes, *(f"held out: {note}" for note in held_out.notes)))
+    return Sources(source, None, source.notes)
 
 
 def _check_files_are_held_out(files: Sequence[str], held_out: Sequence[str]) -> None:
@@ -62,7 +62,7 @@ def _check_files_are_held_out(files: Sequence[str], held_out: Sequence[str]) -> 
 
 def _from_files(
     config: SFTConfig, setting: str, patterns: Sequence[str], tokenizer: PreTrainedTokenizerBase
-) -> SampleSource:
+) -> Paragraphs | TextFiles | TokenizedFolder:
     paths = _matches(setting, patterns)
     match config.data.kind:
         case "text":

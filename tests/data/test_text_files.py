@@ -128,6 +128,10 @@ REFUSED_LINES = [
     (b'{"messages": ["a", "b"]}', r"row 1: message 1 must be an object with role and content, got the text 'a'$"),
     (GOOD + b'{"messages": []}', r"row 2: no message of role assistant, so there is nothing to learn"),
     (b'{"messages": [{"role": "assistant", "content": "1"}]}', r"row 1: messages need a chat template"),
+    (GOOD + b'{"prompt": "1", "response": "2", "prompt": "3"}',
+     r"a\.jsonl row 2 has the key 'prompt' twice in one object: which one holds\?$"),
+    (b'{"messages": [{"role": "user", "role": "assistant", "content": "1"}]}',
+     r"a\.jsonl row 1 has the key 'role' twice in one object"),
     (b"", r"a\.jsonl is empty: it holds no row$"),
     (b"\xef\xbb\xbf\n \r\n\n", r"a\.jsonl is empty: it holds no row$"),
 ]  # fmt: skip

@@ -25,6 +25,13 @@ MODEL = ModelConfig(
 )
 
 
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% else %}]{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}[{% endif %}"
+)
+"""Writes the prompt `a =` as `[a =][`."""
+
+
 def load(tmp_path: Path, *overrides: str) -> PromptData:
     settings = [*SMALL, "name=run", f"output_dir={tmp_path / 'runs'}", *overrides]
     return load_prompt_data(load_config(PPOConfig, EXAMPLES / "ppo_cpu.yaml", settings))
@@ -49,6 +56,46 @@ def test_a_good_folder_is_taken(tmp_path: Path, folder: Path) -> None:
     assert data.train["input_ids"].shape == (64, 10)
     assert data.held_out["input_ids"].shape == (16, 10)
     assert data.warm_start is None
+
+
+def test_prompts_are_turns_of_the_models_chat_template(tmp_path: Path, folder: Path) -> None:
+    plain = load_folder(tmp_path)
+    tokenizer = build_char_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    settings = [f"model_path={folder}", "warm_start=null"]
+    data, bare = load(tmp_path, *settings), load(tmp_path, *settings, "task.chat_template=none")
+    assert bare.notes == plain.notes == ()
+    note = "a prompt is a turn of the tokenizer's chat template; task.chat_template=none is the bare text"
+    assert data.notes == (note,)
+    for part in ("train", "held_out"):
+        one, other, before = (getattr(every, part) for every in (data, bare, plain))
+        assert other["input_ids"].equal(before["input_ids"])
+        texts = [text.removeprefix("<pad>" * text.count("<pad>")) for text in tokenizer.batch_decode(one["input_ids"])]
+        assert texts == [f"[{prompt}][" for prompt in one["prompt"]]
+        assert one["prompt"].tolist() == other["prompt"].tolist()
+        assert one["attention_mask"].sum(dim=1).tolist() == [len(text) for text in texts]
+    with pytest.raises(ValueError, match=r"^prompt \d+ has 10 tokens, max_prompt_tokens is 9: '\w{5} ='$"):
+        load(tmp_path, *settings, "task.max_prompt_tokens=9")
+    with pytest.raises(ConfigError, match=r"task\.chat_template"):
+        load(tmp_path, *settings, "task.chat_template=always")
+
+
+def test_a_warm_start_learns_behind_the_prompts_of_its_own_setting(tmp_path: Path, folder: Path) -> None:
+    tokenizer = build_char_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    start = [f"warm_start.model={{path: {folder}, config: null}}"]
+    data = load(tmp_path, *start, "warm_start.data.task.chat_template=none")
+    assert data.warm_start is not None and data.from_template
+    text = tokenizer.decode(data.warm_start.train[0].input_ids)
+    assert " =" in text and "[" not in text
+    templated = load(tmp_path, *start)
+    assert templated.warm_start is not None
+    assert " =][" in tokenizer.decode(templated.warm_start.train[0].input_ids)
+    long = [*start, "rollout.max_new_tokens=5"]
+    with pytest.raises(ValueError, match=r"^answer \d+ has 6 tokens with its end token, max_new_tokens is 5"):
+        load(tmp_path, *long)
 
 
 def test_a_folder_with_code_of_its_own_is_taken_where_the_run_says_so(tmp_path: Path, folder: Path) -> None:

@@ -49,6 +49,28 @@ def test_samples_whose_prompt_fills_the_row_are_counted(tmp_path: Path) -> None:
         load(*only_long, "use_packed_dataset=false")
 
 
+def test_what_is_not_read_is_noted(tmp_path: Path) -> None:
+    for name, text in {"a.txt": "ab\n", "b.txt": "\n", "c.txt": "a\xe4b"}.items():
+        (tmp_path / name).write_text(text)
+    settings = [
+        "data.held_out_share=0",
+        f"data.files=[{tmp_path}/a.txt, {tmp_path}/b.txt]",
+        f"data.held_out_files=[{tmp_path}/c.txt]",
+    ]
+    assert load(*settings).notes[2:] == (
+        f"no text to read: {tmp_path}/b.txt is empty",
+        "held out: 1 tokens are unknown to the tokenizer, and are not learned",
+    )
+    rows = conversations(tmp_path, [SHORT])
+    assert load(*rows).notes[1:] == ()
+    (tmp_path / "rows.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"^\S*rows\.jsonl is empty: it holds no row$"):
+        load(*rows)
+    write_tokenized(tmp_path / "none.bin", [[], []])
+    with pytest.raises(ConfigError, match=r"^data: the 2 samples to train on hold no token: \S*none\.bin$"):
+        load("data.held_out_share=0", "data.kind=tokenized", f"data.files=[{tmp_path}/none.bin]")
+
+
 def test_the_place_of_the_cache_does_not_shape_the_model(tmp_path: Path) -> None:
     one, other = (
         load_config(SFTConfig, EXAMPLE, [f"data.cache_dir={tmp_path / name}", f"output_dir={tmp_path / name}"])

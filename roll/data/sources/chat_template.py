@@ -1,137 +1,154 @@
-"""The text that a chat template writes of a conversation, and the characters of it that are answers.
+"""A tokenizer's chat template: the text that it writes of a conversation or of a prompt.
 
-The template's `{% generation %}` blocks say where answers are. Without them an answer is found in the text of the whole
-conversation: the text is the same up to the answer, and behind it, when another answer stands there. An answer begins
-behind the text that a model is asked to continue, where the whole begins with that text, and else with its content. It
-ends behind its end token; without one, behind everything that the template writes after it.
+Conversations to learn from and prompts of a rollout are written here, with the arguments of `apply_chat_template`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import takewhile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError, meta
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from roll.data.sources.learned_text import Span
+from roll.data.special_tokens import special_tokens
 from roll.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Messages = Sequence[Mapping[str, Any]]
-"""`{"role": ..., "content": ...}` each; role assistant is what is learned."""
+Message = Mapping[str, Any]
+"""`{"role": ..., "content": ...}` and more keys that a template may read; role assistant is what is learned."""
+Messages = Sequence[Message]
+Span = tuple[int, int]
+"""First character, and the one behind the last."""
 
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
-"""What a template raises: jinja2's own errors, `raise_exception` among them, and those of its expressions."""
-_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+"""Errors of templates: jinja2's own, `raise_exception` among them, and those of a template's expressions."""
+_GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 _FIRST_PRIVATE = 0xE000
-"""First of the characters that Unicode gives no meaning: one that a text does not hold stands for another answer."""
+"""First of the characters that Unicode gives no meaning: one that a text does not hold stands for another content."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Input of a chat template."""
+
+    messages: Messages
+    origin: str
+    """Place that the conversation comes from, for messages: a row of a file, say."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """`tools`, `documents` and the template's own variables, by name."""
+
+    def with_messages(self, messages: Messages) -> Conversation:
+        """The same input with other messages."""
+        return replace(self, messages=messages)
+
+    def with_message(self, turn: int, message: Message) -> Conversation:
+        """The same input with another message `turn`, counted from 0."""
+        return self.with_messages([*self.messages[:turn], message, *self.messages[turn + 1 :]])
+
+    def first(self, turns: int) -> Conversation:
+        """The same input without the messages behind the first `turns`."""
+        return self.with_messages(self.messages[:turns])
 
 
 class ChatTemplate:
-    """A tokenizer's chat template at work on one conversation after another."""
+    """The chat template of a tokenizer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, origin: str) -> None:
-        """Find the template. Raises ValueError, beginning with `origin`, if there is none, or none that is the default.
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
 
-        Args:
-            origin: where the conversation comes from, for messages: a row of a file, say.
+    @cached_property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Texts of the tokenizer's special tokens, longest first."""
+        return special_tokens(self.tokenizer)
+
+    def source(self, conversation: Conversation) -> str:
+        """The template in use: `default`, or with tools `tool_use`, where the tokenizer has several.
+
+        Raises ValueError, beginning with the conversation's origin, if there is none.
         """
-        self._tokenizer = tokenizer
-        self._origin = origin
-        if tokenizer.chat_template is None:
-            raise UserError(f"{origin}: messages need a chat template, and the tokenizer has none")
-        named = tokenizer.chat_template
-        if isinstance(named, dict) and "default" not in named:
+        named, tools = self.tokenizer.chat_template, conversation.given.get("tools")
+        if named is None:
+            raise UserError(f"{conversation.origin}: messages need a chat template, and the tokenizer has none")
+        if isinstance(named, dict) and not named.keys() & ({"default"} if tools is None else {"default", "tool_use"}):
             names = ", ".join(map(repr, named)) or "none at all"
-            raise UserError(f"{origin}: the tokenizer has no chat template called 'default': it has {names}")
-        self._template = tokenizer.get_chat_template()
-
-    def text_and_answers(self, messages: Messages) -> tuple[str, tuple[Span, ...]]:
-        """The text of a conversation, and where its answers are, in order.
-
-        Raises ValueError, beginning with the origin, for a conversation that the template refuses, and an answer that
-        does not stand in the text of the whole conversation.
-        """
-        if _GENERATION.search(self._template):
-            text, blocks = self._rendered(messages, return_assistant_tokens_mask=True)
-            return text, tuple(blocks)
-        whole, _ = self._rendered(messages)
-        spans: list[Span] = []
-        for turn, message in enumerate(messages):
-            if message["role"] == "assistant":
-                spans.append(self._answer(messages, turn, whole, spans[-1][1] if spans else 0))
-        return whole, tuple(spans)
-
-    def _answer(self, messages: Messages, turn: int, whole: str, done: int) -> Span:
-        content = self._content(messages, turn, whole)
-        if content is None or content[0] < done:
             raise UserError(
-                f"{self._origin}: the chat template does not write the answer of message {turn + 1} into the whole "
-                "conversation, at a place of its own: use a template that writes every answer"
+                f"{conversation.origin}: the tokenizer has no chat template called 'default': it has {names}"
             )
-        stop = self._end_of_turn(messages, turn, whole, content[1])
-        start = content[0]
-        if turn:
-            prompt, _ = self._rendered(messages[:turn], add_generation_prompt=True)
-            if whole.startswith(prompt) and done <= len(prompt) <= stop:
-                start = len(prompt)
-        end_token = self._tokenizer.eos_token
-        found = whole.rfind(end_token, max(start, content[1] - len(end_token)), stop) if end_token else -1
-        return start, found + len(end_token) if found >= 0 else stop
+        return self.tokenizer.get_chat_template(tools=tools)
 
-    def _content(self, messages: Messages, turn: int, text: str) -> Span | None:
-        """Where the text of `messages` has the content of a message; None if the text is the same without it."""
-        mark = next(chr(code) for code in range(_FIRST_PRIVATE, 0x110000) if chr(code) not in text)
-        other = [*messages[:turn], {**messages[turn], "content": mark}, *messages[turn + 1 :]]
-        marked, _ = self._rendered(other)
-        if mark not in marked:
-            return None
-        start = _shared_length(text, marked)
-        behind = _shared_length(text[start:][::-1], marked[::-1])
-        return start, max(start, len(text) - behind)
+    def has_generation_blocks(self, conversation: Conversation) -> bool:
+        """Tell whether the template marks answers by `{% generation %}`."""
+        return _GENERATION.search(self.source(conversation)) is not None
 
-    def _end_of_turn(self, messages: Messages, turn: int, whole: str, start: int) -> int:
-        """Where the text ends that the template writes behind an answer, whatever follows; it begins at `start`."""
-        if turn + 1 == len(messages):
-            return len(whole)
-        alone, _ = self._rendered(messages[: turn + 1])
-        if whole.startswith(alone) and start <= len(alone):
-            return len(alone)
-        content = self._content(messages[: turn + 1], turn, alone)
-        if content is None:
-            return start
-        tails = alone[content[1] :], whole[start:]
-        shared = _shared_length(*tails)
-        for token in self._special_tokens():
-            for tail in tails:  # The two may begin different special tokens with the same characters.
-                first = tail.rfind(token, 0, shared + len(token) - 1)
-                if first < shared < first + len(token) and first >= 0:
-                    shared = first
-        return start + shared
+    def text(self, conversation: Conversation) -> str:
+        """The text of a conversation. Raises ValueError, beginning with its origin, if the template refuses it."""
+        return self._rendered(conversation)[0]
 
-    def _special_tokens(self) -> Iterator[str]:
-        yield from sorted(set(self._tokenizer.get_added_vocab()) | set(self._tokenizer.all_special_tokens))
+    def text_and_blocks(self, conversation: Conversation) -> tuple[str, list[Span]]:
+        """The text of a conversation, and its generation blocks in order. Raises ValueError as `text` does."""
+        return self._rendered(conversation, return_assistant_tokens_mask=True)
 
-    def _rendered(self, messages: Messages, **options: Any) -> tuple[str, list[Span]]:
-        """The text of messages, and with `return_assistant_tokens_mask` its generation blocks."""
+    def prompt(self, conversation: Conversation) -> str:
+        """The text that a model is asked to continue: the messages, and the beginning of an answer.
+
+        Raises ValueError as `text` does.
+        """
+        return self._rendered(conversation, add_generation_prompt=True)[0]
+
+    def changes(self, text: str, other: Conversation) -> bool:
+        """Tell whether the template writes another text than `text` of another conversation, or refuses that one."""
+        try:
+            return self.text(other) != text
+        except UserError:
+            return True
+
+    def _rendered(self, conversation: Conversation, **options: Any) -> tuple[str, list[Span]]:
         # A null stands for a missing key in the columns of a table; apply_chat_template reads it so too.
-        conversation = [{key: value for key, value in one.items() if value is not None} for one in messages]
+        messages = [{key: value for key, value in one.items() if value is not None} for one in conversation.messages]
+        source = self.source(conversation)
         try:
             texts, blocks = render_jinja_template(
-                conversations=[conversation],
-                chat_template=self._template,
-                **self._tokenizer.special_tokens_map | options,
+                conversations=[messages],
+                chat_template=source,
+                **{**self.tokenizer.special_tokens_map, **conversation.given, **options},
             )
         except TEMPLATE_ERRORS as error:
-            raise UserError(f"{self._origin}: the chat template refuses the conversation: {error}") from error
+            raise UserError(f"{conversation.origin}: the chat template refuses the conversation: {error}") from error
         return texts[0], blocks[0] if blocks else []
 
 
-def _shared_length(one: str, other: str) -> int:
-    """Characters with which both begin."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+@cache
+def template_variables(source: str) -> frozenset[str]:
+    """Names of the variables that a template reads, but for the functions that every template has.
+
+    Raises jinja2.TemplateError for a template that cannot be parsed.
+    """
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    found = meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", source)))
+    return frozenset(found) - environment.globals.keys() - {"raise_exception", "strftime_now"}
+
+
+def variables_of(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
+    """Names of the variables of all templates of a tokenizer; a template that cannot be parsed has none.
+
+    Its error is raised, with the row, when it is used.
+    """
+    named = tokenizer.chat_template or {}
+    found: frozenset[str] = frozenset()
+    for source in named.values() if isinstance(named, dict) else [named]:
+        with suppress(TemplateError):
+            found |= template_variables(source)
+    return found
+
+
+def unused_character(text: str, number: int = 0) -> str:
+    """A character that `text` does not hold; another one for each `number`."""
+    unused = (chr(code) for code in range(_FIRST_PRIVATE, 0x110000) if chr(code) not in text)
+    return [next(unused) for _ in range(number + 1)][-1]

@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from roll.data.special_tokens import front_tokens, with_front
+from roll.data.sources.chat_template import Span
+from roll.data.special_tokens import front_tokens, special_tokens, with_front
 from roll.data.tokenizer import unknown_pieces
 from roll.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Span = tuple[int, int]
-"""First character, and the one behind the last."""
 BYTE_LEVEL_SPACE = "Ġ"
 """A space as byte-level vocabularies write it."""
 
@@ -36,10 +35,12 @@ class LearnedText:
     learned: tuple[Span, ...]
     """Characters to learn, in order, without overlap."""
     from_template: bool
-    """Whether a chat template wrote the text, special tokens included. Otherwise the tokenizer's own special tokens are
-    put in front, and its end token, which is learned, behind."""
+    """True: a chat template wrote the text, special tokens included. False: the tokenizer's own special tokens are put
+    in front, and its end token, which is learned, behind."""
     origin: str
-    """Where the text comes from, for messages: a row of a file, say."""
+    """Place that the text comes from, for messages: a row of a file, say."""
+    unread: tuple[str, ...] = ()
+    """Names of what the row holds and the chat template does not write."""
 
 
 class EncodedText(NamedTuple):
@@ -68,6 +69,7 @@ def encode_learned(texts: Sequence[LearnedText], tokenizer: PreTrainedTokenizerB
     if not texts:
         return []
     front = [] if all(text.from_template for text in texts) else front_tokens(tokenizer)
+    ends = special_tokens(tokenizer)
     batch = tokenizer(
         [text.text for text in texts],
         add_special_tokens=False,
@@ -78,17 +80,22 @@ def encode_learned(texts: Sequence[LearnedText], tokenizer: PreTrainedTokenizerB
         verbose=False,  # No warning about texts longer than the model: what is cut is the packer's to say.
     )
     encoded = zip(texts, batch["input_ids"], batch["offset_mapping"], strict=True)
-    return [_encoded(text, ids, offsets, tokenizer, front) for text, ids, offsets in encoded]
+    return [_encoded(text, ids, offsets, tokenizer, front, ends) for text, ids, offsets in encoded]
 
 
 def _encoded(
-    text: LearnedText, ids: list[int], offsets: list[Span], tokenizer: PreTrainedTokenizerBase, front: list[int]
+    text: LearnedText,
+    ids: list[int],
+    offsets: list[Span],
+    tokenizer: PreTrainedTokenizerBase,
+    front: list[int],
+    ends: tuple[str, ...],
 ) -> EncodedText:
     offsets = _with_trimmed_space(ids, offsets, tokenizer)
     if any(after[0] < before[0] or after[1] < before[1] for before, after in pairwise(offsets)):
         raise UserError(f"{text.origin}: the tokenizer's offsets run backwards, so they do not tell what is learned")
     if text.from_template:
-        ids, offsets = _with_whole_end_tokens(text, ids, offsets, tokenizer)
+        ids, offsets = _with_whole_end_tokens(text, ids, offsets, tokenizer, ends)
     unknown = unknown_pieces(text.text, ids, offsets, tokenizer)
     if unknown:
         found = ", ".join(map(repr, sorted(unknown)))
@@ -118,7 +125,7 @@ def _with_trimmed_space(ids: Sequence[int], offsets: Sequence[Span], tokenizer: 
 
 
 def _overlapping(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Whether each token stands for a character of one of the spans; both are in order."""
+    """Tell of each token whether it stands for a character of one of the spans; both are in order."""
     found = []
     rest = [span for span in reversed(spans) if span[0] < span[1]]
     for start, stop in offsets:
@@ -129,21 +136,25 @@ def _overlapping(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
 
 
 def _with_whole_end_tokens(
-    text: LearnedText, ids: list[int], offsets: list[Span], tokenizer: PreTrainedTokenizerBase
+    text: LearnedText, ids: list[int], offsets: list[Span], tokenizer: PreTrainedTokenizerBase, ends: tuple[str, ...]
 ) -> tuple[list[int], list[Span]]:
-    """The end token behind each answer as one token, for tokenizers that read no special tokens out of a text."""
-    end = tokenizer.eos_token
+    """The end token behind each answer as one token, for tokenizers that read no special tokens out of a text.
+
+    Args:
+        ends: texts of the tokens that may end an answer, longest first.
+    """
     for first_learned, last_learned in reversed(text.learned):
         stop = first_learned + len(text.text[first_learned:last_learned].rstrip())  # White space may follow it.
-        if not end or not text.text.endswith(end, first_learned, stop):
+        end = next((token for token in ends if text.text.endswith(token, first_learned, stop)), None)
+        if end is None:
             continue
-        start = stop - len(end)
+        start, end_id = stop - len(end), tokenizer.convert_tokens_to_ids(end)
         places = [place for place, (first, last) in enumerate(offsets) if first < stop and last > start]
-        if [ids[place] for place in places] == [tokenizer.eos_token_id]:
+        if [ids[place] for place in places] == [end_id]:
             continue
         if not places or offsets[places[0]][0] != start or offsets[places[-1]][1] != stop:
             raise UserError(f"{text.origin}: the tokenizer joins the end token {end!r} of an answer to other text")
         before, behind = slice(0, places[0]), slice(places[-1] + 1, None)
-        ids = [*ids[before], tokenizer.eos_token_id, *ids[behind]]
+        ids = [*ids[before], end_id, *ids[behind]]
         offsets = [*offsets[before], (start, stop), *offsets[behind]]
     return ids, offsets

@@ -1,11 +1,13 @@
 """Conversations in jsonl and parquet files.
 
-Each row has `messages`, or `prompt` and `response`. Files are tokenized once, into files that are mapped into memory
-and found again at the next start; the length of each row is what stays resident.
+Each row has `messages`, or `prompt` and `response`, and may have `tools`, `documents` and `chat_template_kwargs`, which
+go to the chat template. Other keys of a row are not read. Files are tokenized once, into files that are mapped into
+memory and found again at the next start; the length of each row is what stays resident.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,6 +54,13 @@ class TextFiles:
         self._parts = [CachedTokens(cached_tokens(file, tokenizer, kept)) for file in self._files]
         self._lengths = np.concatenate([part.lengths for part in self._parts])
         self._first = np.cumsum([0, *(len(part.lengths) for part in self._parts)])
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A sentence on what of the rows the chat template does not read, if there is anything."""
+        unread = sum((Counter(part.unread) for part in self._parts), Counter[str]())
+        found = ", ".join(f"{name} ({number} of {len(self)} rows)" for name, number in unread.items())
+        return (f"the chat template does not read: {found}",) if found else ()
 
     @property
     def lengths(self) -> Ids:

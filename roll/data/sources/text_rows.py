@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from roll.errors import UserError
 
-COLUMNS = ("messages", "prompt", "response")
+COLUMNS = ("messages", "prompt", "response", "tools", "documents", "chat_template_kwargs")
 """Columns of a parquet file that are read; others may hold what they like."""
 
+PARQUET = ".parquet"
+
 OriginatedRow = tuple[str, Mapping[str, Any]]
-"""Where a row is, for messages, and its values by column."""
+"""Place of a row, for messages, and the row's values by column."""
 
 
-def read_rows(path: Path) -> Iterator[OriginatedRow]:
+def read_rows(path: Path, also: Collection[str] = ()) -> Iterator[OriginatedRow]:
     """Rows of a `.jsonl`, `.json` (one object per line, or an array of them) or `.parquet` file.
+
+    Of a parquet file the columns `COLUMNS` are read, and those of `also`. A null in a struct of such a file stands for
+    a key that the row does not have.
 
     Blank lines and a byte order mark are skipped. Raises ValueError naming the file, and the row where there is one,
     for what cannot be read.
@@ -30,7 +36,7 @@ def read_rows(path: Path) -> Iterator[OriginatedRow]:
     check_file(path)
     rows = 0
     try:
-        for row in _READERS[path.suffix](path):
+        for row in _parquet(path, also) if path.suffix == PARQUET else _READERS[path.suffix](path):
             rows += 1
             yield row
     except OSError as error:
@@ -41,8 +47,8 @@ def read_rows(path: Path) -> Iterator[OriginatedRow]:
 
 def check_file(path: Path) -> None:
     """Raise ValueError for what is no file, or none of a kind that `read_rows` reads."""
-    if path.suffix not in _READERS:
-        raise UserError(f"{path} is none of {', '.join(_READERS)}")
+    if path.suffix not in (*_READERS, PARQUET):
+        raise UserError(f"{path} is none of {', '.join((*_READERS, PARQUET))}")
     if not path.is_file():
         raise UserError(f"{path} is not a file")
 
@@ -86,13 +92,27 @@ def _parsed(content: bytes, origin: str, hint: str) -> Any:
         byte = f"byte {error.start + 1} of it is 0x{content[error.start]:02x}"
         raise UserError(f"{origin} is not UTF-8 text: {byte}; convert the file to UTF-8") from error
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_without_repeated)
+    except _RepeatedKeyError as error:
+        raise UserError(f"{origin} has the key {error.args[0]!r} twice in one object: which one holds?") from error
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if b"\n" in content.rstrip() else ""
         place = f"at {line}character {error.colno}{hint}"
         raise UserError(f"{origin} is not JSON: {error.msg.removesuffix(' at')} {place}") from error
     except (ValueError, RecursionError) as error:  # A number of thousands of digits; lists in lists without end.
         raise UserError(f"{origin} is not JSON that can be read: {error}") from error
+
+
+class _RepeatedKeyError(Exception):
+    """A JSON object that has the key of the first argument more than once."""
+
+
+def _without_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        (repeated, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise _RepeatedKeyError(repeated)
+    return made
 
 
 def _object(value: Any, origin: str) -> Mapping[str, Any]:
@@ -102,7 +122,7 @@ def _object(value: Any, origin: str) -> Mapping[str, Any]:
     return value
 
 
-def _parquet(path: Path) -> Iterator[OriginatedRow]:
+def _parquet(path: Path, also: Iterable[str]) -> Iterator[OriginatedRow]:
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -114,13 +134,20 @@ def _parquet(path: Path) -> Iterator[OriginatedRow]:
             if "messages" not in names and not {"prompt", "response"} <= set(names):
                 found = ", ".join(names) or "none"
                 raise UserError(f"{path} must have the column messages, or prompt and response; it has {found}")
-            first = 0
-            for batch in file.iter_batches(batch_size=1024, columns=[name for name in COLUMNS if name in names]):
+            columns, first = [name for name in dict.fromkeys((*COLUMNS, *also)) if name in names], 0
+            for batch in file.iter_batches(batch_size=1024, columns=columns):
                 for number, row in enumerate(_values(batch, path, first), start=first):
-                    yield origin_of(path, number), row
+                    yield origin_of(path, number), {name: _without_nulls(value) for name, value in row.items()}
                 first += batch.num_rows
     except pa.ArrowException as error:
         raise UserError(f"{path} cannot be read: {error}") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value of a column without the nulls of its structs, of which each has the keys of all rows."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def _values(batch: Any, path: Path, first: int) -> list[dict[str, Any]]:
@@ -141,5 +168,4 @@ def _values(batch: Any, path: Path, first: int) -> list[dict[str, Any]]:
 _READERS: dict[str, Callable[[Path], Iterator[OriginatedRow]]] = {
     ".jsonl": _json_lines,
     ".json": _json,
-    ".parquet": _parquet,
 }

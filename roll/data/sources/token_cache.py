@@ -4,6 +4,7 @@
       FINGERPRINT/ids.bin        int32, the tokens of all rows one after the other
       FINGERPRINT/in_loss.bin    bool, of each token whether it is learned
       FINGERPRINT/lengths.npy    int64, tokens of each row
+      FINGERPRINT/unread.json    number of rows for each name of what the chat template does not read
       FINGERPRINT.lock           held while the folder is written; other processes wait for it
 
 A folder appears when it is complete. Nothing here removes old ones.
@@ -21,6 +22,7 @@ import os
 import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import date
@@ -33,8 +35,9 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 
-from roll.data.sources.conversation import encode_conversations
-from roll.data.sources.learned_text import EncodedText, check_offsets
+from roll.data.sources.chat_template import variables_of
+from roll.data.sources.conversation import conversation_texts
+from roll.data.sources.learned_text import EncodedText, check_offsets, encode_learned
 from roll.data.sources.sample import Ids
 from roll.data.sources.text_rows import check_file, read_rows
 from roll.errors import UserError
@@ -50,11 +53,14 @@ ENCODING_MODULES = (
     "roll.data.tokenizer",
     "roll.data.sources.learned_text",
     "roll.data.sources.chat_template",
+    "roll.data.sources.answers",
+    "roll.data.sources.row_keys",
     "roll.data.sources.conversation",
     "roll.data.sources.text_rows",
     "roll.data.sources.token_cache",
 )
 """Our code that decides what a row's tokens are, and which of them are learned."""
+UNREAD = "unread.json"
 LIBRARIES = ("transformers", "tokenizers", "jinja2")
 """Packages that decide the same."""
 
@@ -79,7 +85,9 @@ def cached_tokens(path: Path, tokenizer: PreTrainedTokenizerBase, cache_dir: Pat
             shutil.rmtree(partial, ignore_errors=True)  # Of a process that was killed: the lock is ours.
             partial.mkdir()
             try:
-                _write(partial, _encoded(path, tokenizer))
+                unread: Counter[str] = Counter()
+                _write(partial, _encoded(path, tokenizer, unread))
+                (partial / UNREAD).write_text(json.dumps(unread))
                 partial.rename(folder)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -141,10 +149,11 @@ def _lock(file: Path) -> Iterator[None]:
         yield
 
 
-def _encoded(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[EncodedText]:
+def _encoded(path: Path, tokenizer: PreTrainedTokenizerBase, unread: Counter[str]) -> Iterator[EncodedText]:
+    """Tokens of each row of a file; `unread` counts the rows with keys that are not read."""
     rows = iter(
         track(
-            read_rows(path),
+            read_rows(path, variables_of(tokenizer)),
             description=f"Tokenizing {path.name}",
             console=Console(stderr=True),
             transient=True,
@@ -152,7 +161,9 @@ def _encoded(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded
         )
     )
     while chunk := list(itertools.islice(rows, ROWS_AT_ONCE)):
-        yield from encode_conversations(chunk, tokenizer)
+        texts = conversation_texts(chunk, tokenizer)
+        unread.update(name for text in texts for name in text.unread)
+        yield from encode_learned(texts, tokenizer)
 
 
 def _write(folder: Path, rows: Iterator[EncodedText]) -> None:
@@ -172,6 +183,8 @@ class CachedTokens:
         self._folder = folder
         self.lengths = np.load(folder / "lengths.npy")
         """`[rows]` int64."""
+        self.unread: dict[str, int] = json.loads((folder / UNREAD).read_text())
+        """Number of rows for each name of what the chat template does not read."""
         self._starts = np.cumsum(self.lengths) - self.lengths
         self._open()
 
