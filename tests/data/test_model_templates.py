@@ -114,6 +114,18 @@ def test_a_special_token_inside_a_tool_call_does_not_end_it() -> None:
     assert len(calls) == 1 and calls[0].endswith("</tool_call><|im_end|>")
 
 
+def test_a_template_may_demand_tool_calls() -> None:
+    demanding = QWEN.replace(
+        "{% for m in messages %}",
+        "{% for m in messages %}{% if m.role == 'assistant' and not m.tool_calls %}"
+        "{{ raise_exception('call') }}{% endif %}",
+        1,
+    )
+    tokenizer = ModelTemplate(demanding, "<|endoftext|>", "<|im_end|>").tokenizer()
+    (call,) = learned(encode({"messages": CONVERSATION_WITH_CALL[:2]}, tokenizer), tokenizer)[1]
+    assert call.endswith("}\n</tool_call><|im_end|>")
+
+
 THOUGHT = {"role": "assistant", "content": "2", "reasoning_content": "1 and 1"}
 
 
@@ -202,8 +214,10 @@ def test_a_message_that_is_not_written_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^here: the chat template writes nothing of message 1 of role system: use a"):
         encode({"messages": [{"role": "system", "content": "be kind !"}, *TURNS]}, tokenizer)
     # A text that is changed on its way is written.
-    tokenizer.chat_template = source.replace("{% if m.role != 'system' %}", "{{ m.content | upper }}{% if true %}")
-    assert encode({"messages": [{"role": "system", "content": "be kind !"}, *TURNS]}, tokenizer)
+    upper = "{% if m.role == 'system' %}{{ m.content | upper }}{% else %}"
+    tokenizer.chat_template = source.replace("{% if m.role != 'system' %}", upper)
+    encoded = encode({"messages": [{"role": "system", "content": "be kind !"}, *TURNS]}, tokenizer)
+    assert learned(encoded, tokenizer)[0].startswith("BE KIND !what is a cat ?")
 
 
 def test_arguments_need_a_template() -> None:
@@ -223,19 +237,20 @@ def test_keys_that_are_not_read_are_counted(tmp_path: Path) -> None:
         {"messages": [{**TURNS[0], "name": "Ann", "weight": 0}, *TURNS[1:]], "prompt": "what is a cat ?"},
         {"messages": [{**TURNS[0], "name": "Bob", "tags": None}, {**TURNS[1], "name": ""}]},
         {"messages": early},
+        {"messages": [{**USER, "name": "Cy"}, THOUGHT]},
     ]
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     note = (
-        "the chat template does not read: prompt (1 of 4 rows), name of messages (2 of 4 rows), "
-        "weight of messages (1 of 4 rows), reasoning_content of messages (1 of 4 rows)"
+        "the chat template does not read: prompt (1 of 5 rows), name of messages (3 of 5 rows), "
+        "weight of messages (1 of 5 rows), reasoning_content of messages (1 of 5 rows)"
     )
     for _ in range(2):  # The second time from the cache.
         assert TextFiles(file, tokenizer, cache_dir=tmp_path / "cache").notes == (note,)
     # A template that writes whole messages reads all of their keys.
     tokenizer.chat_template = "{% for m in messages %}{{ m | tojson }}{{ eos_token }}{% endfor %}"
     assert TextFiles(file, tokenizer, cache_dir=tmp_path / "cache").notes == (
-        "the chat template does not read: prompt (1 of 4 rows)",
+        "the chat template does not read: prompt (1 of 5 rows)",
     )
 
 
