@@ -103,7 +103,7 @@ def _names_a_model(config: Path) -> bool:
 
 
 def on_rank_0(act: Callable[[], T]) -> T:
-    """What `act` returns on rank 0, or its OSError or ValueError, on every rank.
+    """Result of `act` on rank 0, or its OSError or ValueError, on every rank.
 
     Collective: nobody goes on before rank 0 is done.
 
@@ -124,7 +124,7 @@ def on_rank_0(act: Callable[[], T]) -> T:
 
 
 def on_every_rank(act: Callable[[], T]) -> T:
-    """What `act` returns on this rank, or the first rank's OSError or ValueError, on every rank.
+    """Result of `act` on this rank, or the first rank's OSError or ValueError, on every rank.
 
     Collective: nobody goes on before every rank is done.
     """
