@@ -5,15 +5,17 @@ chat templates, generation_config.json and the code that `auto_map` names are co
 that loaded the one folder loads the other. Left behind are weights, their indexes, the model card (README), and what a
 trainer left (its state, its results, an adapter).
 
-A model that is written over the folder it came from loses nothing but its old weights.
+A model that is written over the folder it came from loses nothing but its old weights. A model whose folder is gone by
+then is written all the same, with its weights and a config.json of what the weights need, and a warning.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from roll.checkpoint.weight_files import INDEX, OLD_INDEX, indexed_files
 from roll.config import ConfigError, ModelConfig
 from roll.config.hf_config import read_config_json
 from roll.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 CONFIG = "config.json"
 WEIGHTS = frozenset(
@@ -38,24 +42,61 @@ LEFT_BEHIND = ("readme", "requirements", "trainer_state", "adapter_config")
 TEMPLATE_FOLDERS = ("chat_templates", "additional_chat_templates")
 
 
+def announced_companions(source: Path, *, speaks: bool = True) -> tuple[Path, ...]:
+    """Files that will go along with a model from `source`, as the folder is when the model is loaded.
+
+    Args:
+        speaks: whether this rank logs them, at level INFO.
+    """
+    known = (Path(CONFIG), *companions(source))
+    if speaks:
+        logger.info("saved models get these files of %s: %s", source, ", ".join(map(str, known)))
+    return known
+
+
 def write_companions(
-    unfinished: Path, folder: Path, config: ModelConfig, dtype: torch.dtype, source: Path | None
+    unfinished: Path,
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    source: Path | None,
+    known: Iterable[Path] = (),
 ) -> None:
     """Write into `unfinished`, which will be `folder`, everything but the weights.
+
+    A file of `source` that cannot be read is left out, and a warning names it: the weights are worth more.
 
     Args:
         dtype: of the weights, for config.json.
         source: folder that the model came from; None if there is none, and then nothing is copied.
+        known: files that `source` had when the model was loaded, from `announced_companions`.
 
     Raises:
-        OSError: `source` is not there, or a file cannot be copied.
+        OSError: a file cannot be written.
     """
-    if source is not None:
-        is_same = folder.exists() and os.path.samefile(source, folder)
-        for name in _all_but_weights(source) if is_same else companions(source):
+    lost: list[Path] = []
+    if source is not None and folder.exists() and source.exists() and os.path.samefile(source, folder):
+        for name in _all_but_weights(source):
             (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
-            (_link_or_copy if is_same else shutil.copy2)(source / name, unfinished / name)
-    _write_config(unfinished / CONFIG, config, dtype, source)
+            _link_or_copy(source / name, unfinished / name)
+    elif source is not None:
+        now = companions(source) if source.is_dir() else ()
+        lost = [name for name in sorted({*known, *now}) if not _copied(source / name, unfinished / name)]
+    _write_config(unfinished / CONFIG, config, dtype, None if Path(CONFIG) in lost else source)
+    if lost:
+        names = ", ".join(map(str, lost))
+        logger.warning("%s: saved without files of %s that cannot be read any more: %s", folder, source, names)
+
+
+def _copied(path: Path, target: Path) -> bool:
+    """Copy a file. Returns whether it could be read; raises OSError if it cannot be written."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(content)
+    return True
 
 
 def refuse_to_delete(source: Path | None, folder: Path) -> None:

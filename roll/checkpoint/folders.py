@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,8 +19,8 @@ from roll.errors import UserError
 
 T = TypeVar("T")
 
-CHECKPOINT_FILES = ("state.pt", "common.pt", ".metadata", "metadata.json", "*.distcp")
-"""Files of a checkpoint: of strategy hf the first, of Megatron-Core all others."""
+CHECKPOINT_FILES = ("checksums.json", "state.pt", "common.pt", ".metadata", "metadata.json", "*.distcp")
+"""Files of a checkpoint: the first of every strategy, the second of hf, all others of Megatron-Core."""
 
 
 class Kind(Enum):
@@ -45,9 +47,15 @@ def finish_folder(unfinished: Path, folder: Path) -> None:
     """Let a complete folder appear under its own name, in place of an older one."""
     replaced = folder.with_name(folder.name + ".replaced")
     shutil.rmtree(replaced, ignore_errors=True)
-    if folder.exists():
+    older = folder.exists()
+    if older:
         os.replace(folder, replaced)  # Not deleted before the new one is in its place.
-    os.replace(unfinished, folder)
+    try:
+        os.replace(unfinished, folder)
+    except OSError:
+        if older:
+            os.replace(replaced, folder)
+        raise
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -95,7 +103,7 @@ def _names_a_model(config: Path) -> bool:
 
 
 def on_rank_0(act: Callable[[], T]) -> T:
-    """What `act` returns on rank 0, or its OSError or ValueError, on every rank.
+    """Result of `act` on rank 0, or its OSError or ValueError, on every rank.
 
     Collective: nobody goes on before rank 0 is done.
 
@@ -113,3 +121,53 @@ def on_rank_0(act: Callable[[], T]) -> T:
         raise failure
     result: T = value
     return result
+
+
+def on_every_rank(act: Callable[[], T]) -> T:
+    """Result of `act` on this rank, or the first rank's OSError or ValueError, on every rank.
+
+    Collective: nobody goes on before every rank is done.
+    """
+    value: Any = None
+    failure: OSError | ValueError | None = None
+    try:
+        value = act()
+    except (OSError, ValueError) as error:
+        failure = error
+    failures: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    first = next((failure for failure in failures if failure is not None), None)
+    if first is not None:
+        raise first
+    result: T = value
+    return result
+
+
+def alone(act: Callable[[], T]) -> T:
+    """Act in a process that is a world of its own; see `on_rank_0`."""
+    return act()
+
+
+@contextmanager
+def new_folder(folder: Path, kind: Kind, once: Callable[[Callable[[], Any]], Any] = on_rank_0) -> Iterator[Path]:
+    """Folder to write into, which takes the place of `folder` when the block ends.
+
+    Args:
+        once: acts for all ranks: `on_rank_0`, where the block is collective and raises an OSError on every rank, or
+            `alone`.
+
+    Raises:
+        ValueError: `folder` may not be replaced, see `refuse_to_replace`.
+        OSError: something could not be written, with `folder` and the system's reason. `folder` is then as it was, and
+            what was written is removed, since it may have filled the disk.
+    """
+    unfinished: Path | None = None
+    try:
+        unfinished = once(partial(begin_folder, folder, kind))
+        yield unfinished
+        once(partial(finish_folder, unfinished, folder))
+    except OSError as error:
+        if unfinished is not None:
+            once(partial(shutil.rmtree, unfinished, ignore_errors=True))
+        reason = f"the {kind.value} cannot be written: {error.strerror or error}"
+        raise OSError(error.errno, reason, str(folder)) from error

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -37,11 +39,21 @@ class ShardWriter:
         self._pending_bytes += tensor.nbytes
 
     def flush(self) -> None:
-        """Write what is pending."""
+        """Write what is pending.
+
+        Raises:
+            OSError: it cannot be written.
+        """
         if not self._pending:
             return
         file_name = f"{self.prefix}-{self._files:05d}.safetensors"
-        save_file(self._pending, self.folder / file_name, metadata={"format": "pt"})
+        try:
+            save_file(self._pending, self.folder / file_name, metadata={"format": "pt"})
+        except SafetensorError as error:  # Of a full disk too, which it tells by number.
+            told = re.search(r"os error (\d+)", str(error))
+            number = None if told is None else int(told[1])
+            reason = str(error) if number is None else os.strerror(number)
+            raise OSError(number, reason, str(self.folder / file_name)) from error
         self.file_of |= dict.fromkeys(self._pending, file_name)
         self._pending, self._pending_bytes, self._files = {}, 0, self._files + 1
 

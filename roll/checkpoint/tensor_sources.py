@@ -1,4 +1,4 @@
-"""Where a model's initial tensors come from: a Hugging Face folder, or a seed.
+"""Sources of a model's initial tensors: a Hugging Face folder, or a seed.
 
 A folder has `config.json`, the tokenizer's files, and weights (see `roll.checkpoint.weight_files`).
 """

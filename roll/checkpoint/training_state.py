@@ -65,7 +65,7 @@ def _adam(optimizer: MegatronOptimizer) -> torch.optim.Optimizer:
 
 
 def _updated(mapped: MappedParameter) -> Tensor:
-    """What the optimizer updates in the parameter's place: an fp32 copy, a local shard, or the parameter itself."""
+    """Tensor that the optimizer updates for the parameter: an fp32 copy, a local shard, or the parameter itself."""
     updated: Tensor = getattr(mapped.parameter, "main_param", mapped.parameter)
     return updated
 

@@ -1,4 +1,4 @@
-"""What PPO itself is told: sizes of a step, clipping, advantages, the KL penalty."""
+"""Settings of PPO itself: sizes of a step, clipping, advantages, the KL penalty."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class KLSettings(Settings):
     horizon: PositiveFloat = 10000
     """Responses over which an adaptive weight changes by its relative error; a fixed one ignores it."""
     estimator: Literal["k1", "k2", "k3", "abs"] = "k1"
-    """How KL is estimated from the log-probabilities of the sampled tokens."""
+    """Estimator of KL from the log-probabilities of the sampled tokens."""
 
     @property
     def penalises(self) -> bool:
@@ -66,13 +66,13 @@ class PPOSettings(Settings):
     clip_high: NonNegativeFloat = 0.2
     """The policy's probability ratio is clipped above at 1 + clip_high."""
     value_clip: PositiveFloat | None = 0.2
-    """How far a value may move from the one at sampling time before its loss is clipped; null: never clipped."""
+    """Distance that a value may move from the one at sampling time before its loss is clipped; null: never clipped."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus in the policy's loss; 0: the loss computes no entropy."""
     kl: KLSettings
     """The penalty for leaving the reference."""
     loss_agg: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
-    """How losses of tokens become the loss of a mini-batch."""
+    """Aggregation of token losses into the loss of a mini-batch."""
     whiten_advantages: bool = True
     """Whether advantages are shifted to mean 0 and scaled to variance 1 over the tokens of a step."""
     reward_clip: PositiveFloat | None = None

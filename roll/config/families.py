@@ -22,7 +22,7 @@ class Family:
     model_type: ModelType
     architecture: str
     defaults: Mapping[str, Any]
-    """What a key means that config.json leaves out. Sizes have defaults there too, but a file without them is broken
+    """Values of keys that config.json leaves out. Sizes have defaults there too, but a file without them is broken
     rather than brief."""
     only: Mapping[str, Any]
     """Keys that change what the model computes, with the only value that is supported here."""

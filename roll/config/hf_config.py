@@ -70,7 +70,7 @@ def unsupported(data: Mapping[str, Any], family: Family) -> Iterator[Problem]:
 
 
 def stated_values(data: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """What config.json says of `names`. A null says no more than a missing key does, but for a token id.
+    """Values of `names` in config.json. A null says no more than a missing key does, but for a token id.
 
     A token id of -1 is how older files write that there is none. Numbers may be written as text ("1e-06").
     """

@@ -1,4 +1,4 @@
-"""How much of a batch one forward pass takes."""
+"""Micro-batch size: a token budget or a number of rows."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class ModelConfig(Settings):
     rope_theta: PositiveFloat = 1e6
     """Base of the rotary position embedding."""
     rope_scaling: RopeScaling | None = None
-    """How RoPE reaches beyond the trained context; null: not at all."""
+    """Scaling of RoPE beyond the trained context; null: none."""
     initializer_range: PositiveFloat = 0.02
     """Standard deviation of random weights."""
     tie_word_embeddings: bool = False
@@ -65,7 +65,7 @@ class ModelConfig(Settings):
 
     @property
     def family(self) -> Family:
-        """What is common to all models of this `model_type`."""
+        """Properties common to all models of this `model_type`."""
         return FAMILIES[self.model_type]
 
     @property

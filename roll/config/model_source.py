@@ -1,4 +1,4 @@
-"""Where a run's model comes from, and the checks of that alone."""
+"""Source of a run's model, and the checks of that alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roll.config.settings import Settings
 
 
 class ModelSource(Settings):
-    """Where the model comes from: a folder, or nothing but an architecture. Exactly one is set."""
+    """Source of the model: a folder, or nothing but an architecture. Exactly one is set."""
 
     path: PathSetting | None = None
     """Folder in Hugging Face layout with weights and tokenizer, seen from the working directory."""
@@ -44,7 +44,7 @@ class ModelSource(Settings):
 
 
 def folder_problems(setting: str, folder: Path) -> Iterator[Problem]:
-    """What is wrong with the config.json of a model folder, which `setting` names."""
+    """Problems of the config.json of a model folder, which `setting` names."""
     try:
         ModelConfig.from_folder(folder)
     except ConfigError as error:

@@ -31,7 +31,7 @@ class OptimizerSettings(Settings):
     warmup_steps: NonNegativeInt = 0
     """Steps over which the learning rate rises linearly from 0 to `lr`."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What the learning rate does after the warm-up; linear and cosine reach `min_lr` at `total_steps`."""
+    """Course of the learning rate after the warm-up; linear and cosine reach `min_lr` at `total_steps`."""
     total_steps: PositiveInt | None = None
     """Steps of the whole schedule, warm-up included; linear and cosine need it."""
 

@@ -1,4 +1,4 @@
-"""How a role's ranks are divided: the mode and the degrees that a user sets."""
+"""Division of a role's ranks: the mode and the degrees that a user sets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ContextCommunication = Literal["a2a", "all_gather", "ring"]
 
 
 class ParallelSettings(Settings):
-    """How a model is split. The data-parallel degree is what the world size leaves: world_size / (tp * pp * cp), or
+    """Split of a model. The data-parallel degree is what the world size leaves: world_size / (tp * pp * cp), or
     world_size / (sp * pp) in mode isp.
 
     The modes are InternEvo's:
@@ -39,7 +39,7 @@ class ParallelSettings(Settings):
     """
 
     mode: Mode = "mtp"
-    """What is split: weights over tp (mtp), the sequence as well (msp, fsp), or both over groups of their own (isp)."""
+    """Kind of the split: weights over tp (mtp), the sequence as well (msp, fsp), or both over own groups (isp)."""
     tp: PositiveInt = 1
     """Tensor-parallel degree: ranks over which each layer's weights are split (mtp, msp, fsp)."""
     sp: PositiveInt = 1
@@ -51,7 +51,7 @@ class ParallelSettings(Settings):
     cp: PositiveInt = 1
     """Context-parallel degree: ranks over which a sequence is split from the embedding to the head (mtp, msp, fsp)."""
     cp_comm: ContextCommunication = "a2a"
-    """How the cp ranks attend to each other's tokens; with cp 1 there is nobody to talk to, whatever it says."""
+    """Exchange by which the cp ranks attend to each other's tokens; without effect at cp 1."""
     parallel_output: bool = True
     """Whether `op_compute_logits` leaves the vocabulary split over tp; isp has it whole, log-probs never need that."""
     rank_order: str = "tp-cp-ep-dp-pp"
@@ -74,12 +74,12 @@ class ParallelSettings(Settings):
 
     @property
     def segment_multiple(self) -> int:
-        """What the length of every sequence of a packed row is a multiple of: the chunks that it is dealt in."""
+        """Divisor of the length of every sequence of a packed row: the chunks that it is dealt in."""
         return 2 * self.cp if self.zigzag else 1
 
     @property
     def row_multiple(self) -> int:
-        """What the length of a packed row is a multiple of: the equal parts that it is cut into."""
+        """Divisor of the length of a packed row: the equal parts that it is cut into."""
         parts = self.context_parallel * (self.tp if self.sequence_parallel else 1)
         return math.lcm(parts, self.segment_multiple)
 

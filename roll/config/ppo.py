@@ -43,7 +43,7 @@ class RaySettings(Settings):
     placement_timeout_s: PositiveFloat = 30
     """Seconds for which a run waits for CPUs and devices that another run holds."""
     delivery: Delivery = "object_store"
-    """How the rows of a batch reach the ranks that share it: all take them from Ray's object store, which is one memory
+    """Way of a batch's rows to the ranks that share it: all take them from Ray's object store, which is one memory
     for all ranks of a host; or the leader does, and broadcasts them over the process groups."""
     num_cpus: PositiveInt | None = None
     """CPUs that a local cluster offers; null: those of the machine."""
@@ -73,7 +73,7 @@ class PPOConfig(Settings):
     """The supervised run whose final model this run starts from, which runs first where it has not run yet; given if,
     and only if, there is no model_path."""
     task: TaskSettings
-    """What the model learns."""
+    """Task that the model learns."""
     ppo: PPOSettings
     """The algorithm."""
     actor: TrainRoleSettings
@@ -116,11 +116,11 @@ class PPOConfig(Settings):
 
     @property
     def rows_on(self) -> RowsOn:
-        """Which ranks are given the rows of a batch."""
+        """Ranks that are given the rows of a batch."""
         return "every_rank" if self.ray.delivery == "object_store" else "leader"
 
     def strategy_settings(self, role: Role, model_path: Path) -> StrategySettings:
-        """What the strategy of `role` is built from.
+        """Settings that the strategy of `role` is built from.
 
         Args:
             model_path: folder of the model: `model_path`, or the one that the warm start made.

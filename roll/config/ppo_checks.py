@@ -1,7 +1,9 @@
-"""What the settings of a PPO run must agree on, across its sections.
+"""Checks of a PPO run's settings across its sections.
 
 Each check compares a few settings and names them with their values. A check is skipped if one of its settings is
 unusable in itself (see `run_checks`), so checks are kept small and there is one per role rather than a loop inside.
+
+Rows need not divide over the ranks of a role: the planner deals any number of them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
     from roll.config.ppo import PPOConfig
 
 MODEL_ROLES = ("actor", "critic", "reference")
-TRAIN_ROLES = ("actor", "critic")
 
 # An adaptive KL weight changes by at most this fraction of (rows of a step / horizon); see roll.algorithms.kl.
 LARGEST_KL_ERROR = 0.2
@@ -40,12 +41,6 @@ def ppo_checks(config: PPOConfig) -> Iterator[Check]:
     yield partial(_sequence_fits_context, config)
     yield partial(_prompts_suffice, config)
     yield partial(_rows_make_mini_batches, config)
-    for role in MODEL_ROLES:
-        yield partial(_rows_divide_over_ranks, config, role)
-    yield partial(_rows_divide_over_rollout, config)
-    yield partial(_held_out_divides_over_rollout, config)
-    for role in TRAIN_ROLES:
-        yield partial(_mini_batch_divides_over_ranks, config, role)
     yield partial(_kl_horizon_is_long_enough, config)
 
 
@@ -53,13 +48,6 @@ def _role(config: PPOConfig, role: str) -> ModelRoleSettings:
     settings = getattr(config, role)
     assert isinstance(settings, ModelRoleSettings)
     return settings
-
-
-def _data_parallel_size(config: PPOConfig, role: str) -> int:
-    settings = _role(config, role)
-    if settings.world_size % settings.parallel.model_parallel_size:
-        raise UnavailableError(f"the degrees of {role} do not fit its world size")
-    return settings.data_parallel_size
 
 
 def _one_model(config: PPOConfig) -> Iterator[Problem]:
@@ -155,35 +143,6 @@ def _rows(config: PPOConfig) -> str:
 def _rows_make_mini_batches(config: PPOConfig) -> Iterator[Problem]:
     if config.ppo.rows_per_step % config.ppo.mini_batch_size:
         yield Problem("ppo.mini_batch_size", f"{config.ppo.mini_batch_size} does not divide {_rows(config)}")
-
-
-def _rows_divide_over_ranks(config: PPOConfig, role: str) -> Iterator[Problem]:
-    copies = _data_parallel_size(config, role)
-    if config.ppo.rows_per_step % copies:
-        yield Problem(f"{role}.world_size", f"{_data_parallel(config, role)} does not divide {_rows(config)}")
-
-
-def _held_out_divides_over_rollout(config: PPOConfig) -> Iterator[Problem]:
-    if config.task.eval_size % config.rollout.world_size:
-        size = f"{config.task.eval_size} is not a multiple of rollout.world_size {config.rollout.world_size}"
-        yield Problem("task.eval_size", size)
-
-
-def _rows_divide_over_rollout(config: PPOConfig) -> Iterator[Problem]:
-    if config.ppo.rows_per_step % config.rollout.world_size:
-        yield Problem("rollout.world_size", f"{config.rollout.world_size} does not divide {_rows(config)}")
-
-
-def _mini_batch_divides_over_ranks(config: PPOConfig, role: str) -> Iterator[Problem]:
-    size = config.ppo.mini_batch_size
-    if size % _data_parallel_size(config, role):
-        yield Problem("ppo.mini_batch_size", f"{size} is not a multiple of {_data_parallel(config, role)}")
-
-
-def _data_parallel(config: PPOConfig, role: str) -> str:
-    settings = _role(config, role)
-    copies, ranks = settings.parallel.model_parallel_size, settings.world_size
-    return f"the data-parallel degree of {role}, {ranks} ranks / {copies} per copy = {settings.data_parallel_size}"
 
 
 def _kl_horizon_is_long_enough(config: PPOConfig) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""What is wrong with a config, as data: problems are collected and reported together."""
+"""Problems of a config, as data: problems are collected and reported together."""
 
 from __future__ import annotations
 

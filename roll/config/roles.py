@@ -16,19 +16,14 @@ from roll.errors import UserError
 
 
 class ModelRoleSettings(Settings):
-    """What every role that runs a model on Megatron-Core has."""
+    """Settings of every role that runs a model on Megatron-Core."""
 
     world_size: PositiveInt = 1
     """Ranks (Ray actors) of this role."""
     parallel: ParallelSettings = ParallelSettings()
-    """How these ranks are divided."""
+    """Division of these ranks."""
     micro_batch: MicroBatchSettings = MicroBatchSettings()
-    """How much one forward pass takes."""
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Copies of the model, each of which takes an equal share of a batch."""
-        return self.world_size // self.parallel.model_parallel_size
+    """Size of one forward pass."""
 
 
 class TrainRoleSettings(ModelRoleSettings):
@@ -37,7 +32,7 @@ class TrainRoleSettings(ModelRoleSettings):
     strategy: Literal["megatron_train"] = "megatron_train"
     """The strategy that runs the model; a trained role needs one that can train."""
     optimizer: OptimizerSettings
-    """How the weights are updated; a step is one mini-batch."""
+    """Update of the weights; a step is one mini-batch."""
 
 
 class ReferenceSettings(ModelRoleSettings):
@@ -56,9 +51,9 @@ class RolloutSettings(Settings):
     """Generation of responses. Each rank holds a whole copy of the actor's weights."""
 
     world_size: PositiveInt = 1
-    """Ranks (Ray actors), each of which takes an equal share of the prompts."""
+    """Ranks (Ray actors), each of which takes a share of the prompts. Copies fill the last shares up."""
     strategy: Literal["hf"] = "hf"
-    """What generates: transformers, one process per rank."""
+    """Generator: transformers, one process per rank."""
     max_new_tokens: PositiveInt
     """Longest response in tokens, the end token included."""
     end_tokens: Annotated[tuple[int | str, ...] | None, Strict(False), BeforeValidator(_as_list)] = None

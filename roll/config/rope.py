@@ -1,4 +1,4 @@
-"""How rotary position embeddings are stretched to longer contexts, as settings. `roll.models.rotary` computes it."""
+"""Settings that stretch rotary position embeddings to longer contexts. `roll.models.rotary` computes it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RopeScaling(Settings):
     """linear divides all positions; dynamic raises the base for sequences beyond the trained length (NTK); llama3
     slows the low frequencies."""
     factor: Annotated[float, Field(ge=1)]
-    """How many times longer the context becomes."""
+    """Factor by which the context becomes longer."""
     low_freq_factor: PositiveFloat | None = None
     """llama3: wavelengths above original_max_position_embeddings / this are slowed by `factor`."""
     high_freq_factor: PositiveFloat | None = None

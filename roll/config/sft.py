@@ -42,11 +42,11 @@ class SFTConfig(Settings):
     dtype: DType = "float32"
     """Type of weights and activations."""
     model: ModelSource
-    """What is trained: a folder to fine-tune, or an architecture to train from random weights."""
+    """Model to train: a folder to fine-tune, or an architecture to train from random weights."""
     alphabet: str | None = None
     """Characters of the tokenizer that goes with model.config; null: those of roll.data.tokenizer."""
     data: SFTDataSettings
-    """What it learns from."""
+    """Data that it learns from."""
     micro_bsz: PositiveInt = 1
     """With `seq_len` the length of a pack; without packing the rows of one."""
     seq_len: PositiveInt
@@ -60,9 +60,9 @@ class SFTConfig(Settings):
     world_size: PositiveInt = 1
     """Ranks, one process each."""
     parallel: ParallelSettings = ParallelSettings()
-    """How these ranks are divided; those that are left make data-parallel copies."""
+    """Division of these ranks; those that are left make data-parallel copies."""
     optimizer: OptimizerSettings
-    """How the weights are updated."""
+    """Update of the weights."""
     steps: PositiveInt
     """Optimizer steps."""
     eval_every: PositiveInt = 50
@@ -87,7 +87,7 @@ class SFTConfig(Settings):
         return self.micro_bsz * self.seq_len
 
     def strategy_settings(self, model_path: Path) -> StrategySettings:
-        """What the strategy is built from; `model_path` is the folder of the model, with or without weights."""
+        """Settings of the strategy; `model_path` is the folder of the model, with or without weights."""
         return StrategySettings(
             name="megatron_train",
             model_path=model_path,

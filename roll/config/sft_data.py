@@ -1,4 +1,4 @@
-"""What a supervised run learns from."""
+"""Data of a supervised run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SourceKind = Literal["text", "conversations", "tokenized", "task"]
 
 
 class SFTDataSettings(Settings):
-    """What the model learns from, and what it is measured on."""
+    """Data that the model learns from, and data that it is measured on."""
 
     kind: SourceKind
     """text: UTF-8 files, a sample for each paragraph; conversations: jsonl or parquet with messages, or prompt and

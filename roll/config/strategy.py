@@ -1,4 +1,4 @@
-"""What a strategy is built from. A run's config derives it per role; a user of the library writes it by hand."""
+"""Settings of a strategy. A run's config derives it per role; a user of the library writes it by hand."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class StrategySettings(Settings):
     init: Literal["load", "random"] = "load"
     """Whether weights come from `model_path` or are drawn from `seed`."""
     head: Head = "lm"
-    """What stands on the last hidden state: the vocabulary, or one value per token."""
+    """Head on the last hidden state: the vocabulary, or one value per token."""
     parallel: ParallelSettings = ParallelSettings()
-    """How the ranks of this strategy are divided."""
+    """Division of this strategy's ranks."""
     micro_batch: MicroBatchSettings = MicroBatchSettings()
-    """How much one forward pass takes."""
+    """Size of one forward pass."""
     optimizer: OptimizerSettings | None = None
-    """How weights are updated; megatron_train needs it."""
+    """Update of the weights; megatron_train needs it."""
     dtype: DType = "float32"
     """Type of weights and activations."""
     temperature: PositiveFloat = 1.0
     """Logits are divided by it before log-probabilities and entropies are taken."""
     rows_on: RowsOn = "leader"
-    """Which ranks are given the rows of a batch: the leader of each share, who broadcasts them; or all."""
+    """Ranks that are given the rows of a batch: the leader of each share, who broadcasts them; or all."""
     batch_timeout_s: PositiveFloat = 60
     """Seconds for which ranks with a batch wait for those of their share that do not call."""
     token_chunk: PositiveInt = 1024

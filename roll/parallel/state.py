@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from roll.config import Mode, ParallelSettings
 from roll.errors import UserError
 from roll.parallel.degrees import ParallelDegrees, RankCoordinates
+from roll.parallel.rendezvous import join
 from roll.platform import get_platform
 
 if TYPE_CHECKING:
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 _joined_here = False
 """Whether `init_parallel` joined torch.distributed in this process; a caller that joined it leaves it."""
-_rendezvous: _Rendezvous | None = None
-"""The rendezvous of the process groups that `init_parallel` has made in this process."""
 
 
 @dataclass(frozen=True)
@@ -160,50 +159,15 @@ def parallel_groups(settings: ParallelSettings, *, timeout_s: float = 600.0) -> 
         destroy_parallel()
 
 
-@dataclass
-class _Rendezvous:
-    """A store that the ranks of this launch share, and how many process groups were made over it."""
-
-    address: tuple[str | None, ...]
-    """The environment that it was made from."""
-    store: dist.Store
-    rank: int
-    world_size: int
-    joined: int = 0
-
-
 def _join(timeout: timedelta) -> None:
-    """Join torch.distributed as the environment says; again over the same store, if there is one.
-
-    A second process group would find the addresses of the first one in the store and wait for them, so each gets keys
-    of its own. All ranks join equally often: to join is a collective call.
-
-    Raises ValueError if the environment lacks a variable, or the ranks cannot meet at its address.
-    """
-    global _joined_here, _rendezvous
+    """Join torch.distributed as the environment says. Raises ValueError if it lacks a variable (see `join` too)."""
+    global _joined_here
     if "WORLD_SIZE" not in os.environ:  # One process without a launcher is a world of its own.
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    names = ("RANK", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in names if name not in os.environ]
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise UserError(f"WORLD_SIZE is set, but not {', '.join(missing)}: start the ranks with torchrun")
-    address = tuple(map(os.environ.get, ("WORLD_SIZE", *names)))
-    try:
-        if _rendezvous is None or _rendezvous.address != address:
-            _rendezvous = _Rendezvous(address, *next(dist.rendezvous("env://", timeout=timeout)))
-        _rendezvous.store.set_timeout(timeout)
-        store = dist.PrefixStore(f"init_parallel/{_rendezvous.joined}", _rendezvous.store)
-        _rendezvous.joined += 1
-        dist.init_process_group(
-            get_platform().collective_backend,
-            store=store,
-            rank=_rendezvous.rank,
-            world_size=_rendezvous.world_size,
-            timeout=timeout,
-        )
-    except dist.DistNetworkError as error:  # The port is taken, or nobody listens there.
-        place = f"MASTER_ADDR {os.environ['MASTER_ADDR']}, MASTER_PORT {os.environ['MASTER_PORT']}"
-        raise UserError(f"{place}: the ranks cannot meet there: {str(error).splitlines()[0]}") from error
+    join(get_platform().collective_backend, timeout)
     _joined_here = True
 
 

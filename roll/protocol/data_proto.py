@@ -55,8 +55,8 @@ class DataProto(BatchRows, BatchFields):
 
         Args:
             data: the pieces.
-            global_keys: entries of meta_info that may differ: the result has the values of all pieces that have them,
-                as for the metrics, which always belong to them.
+            global_keys: entries of meta_info that may differ: the result lists the values of all pieces that have them,
+                one per piece, lists and tuples too; of a dict, it lists each entry.
 
         Raises ValueError when there is no piece, or the pieces differ in fields, dtypes, devices, shapes of a row or
         another entry of meta_info.

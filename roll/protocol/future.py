@@ -162,7 +162,11 @@ class DataProtoFuture:
             ValueError: a part is no DataProto or has not the promised number of rows, or the parts cannot be joined.
             Exception: whatever the first part that failed raises, as soon as it fails, without waiting for the others.
         """
-        return self._joined(_fetched(list(dict.fromkeys(self.references())), timeout), listed(global_keys))
+        arrived, names = _fetched(list(dict.fromkeys(self.references())), timeout), listed(global_keys)
+        whole = self._joined(arrived, names)
+        # A part that was joined of others has lists already; here each of those others counts.
+        entries = joining.gathered_entries([arrived[source].meta_info for source in self.references()], names)
+        return replace(whole, meta_info={**whole.meta_info, **entries})
 
     def references(self) -> Iterator[Hashable]:
         """What will be fetched."""

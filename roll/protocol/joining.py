@@ -71,8 +71,31 @@ def concat_metas(metas: Sequence[Mapping[str, Any]], global_keys: Collection[str
                 here, there = short(value), short(other[name])
                 raise UserError(f"concat: meta_info {name} is {here} in piece 0, {there} in piece {number}{way_out}")
     measured = [own_meta({METRICS: meta[METRICS]}) for meta in metas if METRICS in meta]
-    listed = [{name: meta[name] for name in meta if name in joined and name != METRICS} for meta in metas]
-    return {**own_meta(first), **joined_metrics([*listed, *measured])}
+    return {**own_meta(first), **gathered_entries(metas, global_keys), **joined_metrics(measured)}
+
+
+def gathered_entries(metas: Sequence[Mapping[str, Any]], names: Collection[str]) -> dict[str, Any]:
+    """Entries of `meta_info` as lists of the values of all pieces that have them: one value per piece, whatever it is.
+
+    A dict becomes a dict of such lists. Metrics are not among them (`joined_metrics`).
+    """
+    chosen = [{name: meta[name] for name in meta if name in names and name != METRICS} for meta in metas]
+    return _gathered(chosen)
+
+
+def _gathered(pieces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    found: dict[str, list[Any]] = {}
+    for piece in pieces:
+        for name, value in piece.items():
+            found.setdefault(name, []).append(value)
+    gathered: dict[str, Any] = {}
+    for name, values in found.items():
+        try:
+            dicts = all(isinstance(value, Mapping) for value in values)
+            gathered[name] = _gathered(values) if dicts else [own_copy(value, f"meta_info {name}") for value in values]
+        except RecursionError:
+            raise UserError(f"concat: meta_info {name} is nested too deeply, or contains itself") from None
+    return gathered
 
 
 def concat_tensors(pieces: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from roll.checkpoint.companions import refuse_to_delete, write_companions
-from roll.checkpoint.folders import Kind, begin_folder, finish_folder
+from roll.checkpoint.checksums import check_files, checksums_of, read_checksums, write_checksums
+from roll.checkpoint.companions import announced_companions, refuse_to_delete, write_companions
+from roll.checkpoint.folders import Kind, alone, new_folder
 from roll.checkpoint.hf_writer import ShardWriter, write_index
-from roll.checkpoint.refusals import damage_named
 from roll.checkpoint.tensor_sources import tensor_source
 from roll.config import ModelConfig, OptimizerSettings, StrategySettings, expand_path
 from roll.data.micro_batches import cut_micro_batches, join_results
@@ -85,6 +85,7 @@ class HfStrategy(TrainStrategy):
         source = tensor_source(
             settings.model_path, self.model_config, init=settings.init, head=settings.head, seed=settings.seed
         )
+        self._companions = announced_companions(settings.model_path)
         shapes = hf_shapes(self.model_config, settings.head)
         for name in shapes:
             self.update_weights(dict(to_family(self.model_config, [(name, source.part(name, None, 0, 1))])))
@@ -224,19 +225,20 @@ class HfStrategy(TrainStrategy):
 
     def save_checkpoint(self, folder: str | Path) -> None:
         settings, trained = self._training("saves a checkpoint")
-        folder = expand_path(folder)
-        unfinished = begin_folder(folder, Kind.CHECKPOINT)
         state = trained.state_dict() | {"progress": progress_of(settings, self.steps)}
-        torch.save(state, unfinished / "state.pt")
-        finish_folder(unfinished, folder)
+        with new_folder(expand_path(folder), Kind.CHECKPOINT, alone) as unfinished:
+            with (unfinished / "state.pt").open("wb") as file:  # By its name, torch hides the system's reason.
+                torch.save(state, file)
+            write_checksums(unfinished, checksums_of(unfinished, ["state.pt"]))
 
     def load_checkpoint(self, folder: str | Path) -> None:
         settings, trained = self._training("loads a checkpoint")
         folder = expand_path(folder)
-        if not (folder / "state.pt").is_file():
+        sums = read_checksums(folder)
+        if "state.pt" not in sums:
             raise UserError(f"{folder} is not a checkpoint of strategy hf: it holds no state.pt")
-        with damage_named(folder / "state.pt"):
-            state = torch.load(folder / "state.pt", map_location=self.device, weights_only=True)
+        check_files(folder, sums)
+        state = torch.load(folder / "state.pt", map_location=self.device, weights_only=True)
         steps = continued_steps(state, settings)
         trained.load_state_dict(state)
         self.steps = steps
@@ -246,14 +248,13 @@ class HfStrategy(TrainStrategy):
         source, folder = self.settings.model_path, expand_path(folder)
         refuse_to_delete(source, folder)
         folder = folder.resolve()
-        unfinished = begin_folder(folder, Kind.MODEL)
-        writer = ShardWriter(unfinished)
-        for name, tensor in as_family_names(self.model_config, dict(self._weights())):
-            writer.add(name, tensor)
-        writer.flush()
-        write_index(unfinished, [writer.file_of])
-        write_companions(unfinished, folder, self.model_config, self.network.dtype, source)
-        finish_folder(unfinished, folder)
+        with new_folder(folder, Kind.MODEL, alone) as unfinished:
+            writer = ShardWriter(unfinished)
+            for name, tensor in as_family_names(self.model_config, dict(self._weights())):
+                writer.add(name, tensor)
+            writer.flush()
+            write_index(unfinished, [writer.file_of])
+            write_companions(unfinished, folder, self.model_config, self.network.dtype, source, self._companions)
 
     @torch.no_grad()
     def generate(

@@ -16,6 +16,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from roll.checkpoint.companions import announced_companions
 from roll.checkpoint.hf import save_hf
 from roll.checkpoint.sharded import load_common, load_sharded, save_sharded
 from roll.checkpoint.training_state import restore_training_state, sharded_training_state
@@ -67,6 +68,7 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
         )
         self.schedule = _schedule(self.optimizer_settings, self.optimizer)
         self._end_of_schedule = EndOfSchedule(self.optimizer_settings)
+        self._companions = announced_companions(self.settings.model_path, speaks=self.state.rank == 0)
 
     def train_step(self, batch: DataProto, loss_func: LossFunc) -> Metrics:
         batch = self._deliver(batch, self._check_training_batch)
@@ -182,6 +184,7 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
             self.state,
             dtype=self._dtype,
             source=self.settings.model_path,
+            known=self._companions,
         )
 
 

@@ -37,13 +37,13 @@ from roll.workers.routing import check_can_stay, check_rows_on, gather, reportin
 from roll.workers.worker import Keep, Worker, actor_class
 
 HEARTBEAT_S = 2.0
-"""How often an actor that has nothing to do is asked whether it lives."""
+"""Seconds between two questions whether an idle actor lives."""
 GRACE_S = 1.0
-"""How long the failures of other ranks are gathered after the first one, in case one of them is the cause."""
+"""Seconds for which failures of other ranks are gathered after the first, in case one of them is the cause."""
 CAUSE_S = 4.0
 """The same while all known failures follow from a lost peer, so that the cause is still to come."""
 STOP_S = 10.0
-"""How long `shutdown` waits for Ray to confirm that the actors are gone."""
+"""Seconds that `shutdown` waits for Ray to confirm that the actors are gone."""
 
 
 class PendingCall:

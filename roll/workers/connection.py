@@ -20,7 +20,7 @@ from roll.config import ConfigError, Problem
 
 ENVIRONMENT = "RAY_ADDRESS"
 JOB_ENVIRONMENT = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""What makes a driver that of a submitted job. The process that only asks is none."""
+"""Variable that makes a driver that of a submitted job. The process that only asks is none."""
 HOST_AND_PORT = re.compile(r"(?:ray://)?(?P<host>\[[^\[\]]+\]|[^:/\[\]\s]+):(?P<port>\d{1,5})")
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
 PROBE = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR')"

@@ -1,4 +1,4 @@
-"""How a worker method is called from the driver: its rule, which it carries as a mark.
+"""Rules by which the driver calls worker methods; a method carries its rule as a mark.
 
     rule                 arguments                                         results
     ONE_TO_ALL           the same to every rank                            a list in rank order
@@ -30,7 +30,7 @@ Uneven = Literal["refuse", "pad"]
 
 
 class Dispatch(Enum):
-    """Which rank gets which arguments, and whose results come back; the table above says what each rule does."""
+    """Distribution of arguments to ranks, and of results to the driver; the table above defines each rule."""
 
     ONE_TO_ALL = "one_to_all"
     RANK_ZERO = "rank_zero"
@@ -47,11 +47,11 @@ class Dispatch(Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """What `register` says of a method. Raises ValueError for what has no meaning where no batch is split."""
+    """Settings of a registered method. Raises ValueError for what has no meaning where no batch is split."""
 
     dispatch: Dispatch
     uneven: Uneven = "refuse"
-    """What happens to a batch without a plan whose rows do not divide: an error, or copies of its last row fill the
+    """Treatment of a batch without a plan whose rows do not divide: an error, or copies of its last row fill the
     shares up, and the rows of the result that belong to them are dropped. A batch with `is_padding_enabled` is filled
     up either way, if the method returns a batch."""
     fields: tuple[str, ...] | None = None

@@ -1,4 +1,4 @@
-"""How the failure of one rank is told to the driver, and which of several failures was the first.
+"""Failures of ranks as the driver is told them, and the choice of the one that caused the others.
 
 When a rank fails, its peers often fail too, as a consequence: their collective loses a connection. What helps the user
 is the cause, so failures are gathered for a moment and ranked (`first_cause`).
@@ -61,7 +61,7 @@ class CallTimedOut(WorkerError):
 
 
 class RankError(Exception):
-    """What a worker raises in place of an exception of its role: only text and time, which always survive the way."""
+    """Exception that a worker raises in place of its role's: only text and time, which always survive the way."""
 
     def __init__(self, traceback: str, when: float) -> None:
         super().__init__(traceback, when)
@@ -94,7 +94,7 @@ class Failure:
 
 
 def failure_of(error: RayError, role: str, rank: int, method: str) -> Failure:
-    """What Ray reports for a call, as a `Failure`."""
+    """Turn what Ray reports for a call into a `Failure`."""
     died = (RayActorError, OutOfMemoryError)  # the latter when Ray itself killed the actor, before the node was full
     if isinstance(error, died) and not isinstance(error, ActorUnavailableError):
         return Failure(role, rank, method, _plain(error), time.time(), died=True)

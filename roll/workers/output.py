@@ -1,4 +1,4 @@
-"""What workers print: each writes its standard output and error into a file, and the driver follows the files.
+"""Output of workers: each writes its standard output and error into a file, and the driver follows the files.
 
     run_dir/logs/reward_0.log      rank 0 of the role reward: print, logging, warnings, and what C libraries say
 

@@ -1,4 +1,4 @@
-"""Where the ranks of a run's roles live: one Ray placement group for all of them.
+"""Placement of the ranks of a run's roles: one Ray placement group for all of them.
 
 Bundle r holds rank r of every role, so roles share devices by default. A bundle has one CPU and, if a device role has a
 rank there, one device; the roles in it share both in equal fractions. With the roles actor 2, critic 2, rollout 1,
@@ -71,7 +71,7 @@ class PlacementLayout:
         return with_device + [{"CPU": 1.0} for _ in range(self.num_bundles - self.num_devices)]
 
     def totals(self) -> dict[str, int]:
-        """What all bundles need together."""
+        """Sum of the needs of all bundles."""
         need = {"CPU": self.num_bundles}
         return need | {self.device: self.num_devices} if self.num_devices else need
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RemoteBatch:
-    """Where a batch is, and what it is: what the driver is told instead of the rows."""
+    """Place and head of a batch, which the driver is told instead of the rows."""
 
     ref: ray.ObjectRef | HeldRows
     num_rows: int

@@ -45,7 +45,7 @@ class RolloutWorker(Worker):
             for bucket in buckets:
                 self.strategy.update_weights(ray.get(bucket))
 
-    @register(Dispatch.DP_MP_COMPUTE, returns_batch=True)
+    @register(Dispatch.DP_MP_COMPUTE, uneven="pad", returns_batch=True)
     def generate(self, prompts: DataProto, *, seed: int, greedy: bool = False) -> DataProto:
         """One response per prompt, at the rollout temperature or greedily; `seed` decides what is drawn.
 

@@ -28,7 +28,7 @@ Put = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class RankArguments:
-    """What one rank is called with."""
+    """Arguments of one rank's call."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -36,7 +36,7 @@ class RankArguments:
 
 @dataclass(frozen=True)
 class Sent:
-    """What the results must be brought back to: the rows that the caller has, in the caller's order."""
+    """Rows of the caller, to whose number and order the results are brought back."""
 
     plan: MicroBatchPlan | None = None
     num_rows: int = 0

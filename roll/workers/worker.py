@@ -34,7 +34,7 @@ _AWAITING = ("_awaited", "wait")
 """Functions of this module that stand between `execute` and an `async def`."""
 
 FETCH_TIMEOUT_S = 300.0
-"""How long a worker waits for the rows of a DataProtoFuture. They exist when the call is made; this is their way."""
+"""Seconds that a worker waits for the rows of a DataProtoFuture. They exist when the call is made."""
 
 
 class Worker:

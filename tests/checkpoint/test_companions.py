@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from roll.checkpoint.companions import companions, refuse_to_delete, write_companions
+from roll.checkpoint.companions import announced_companions, companions, refuse_to_delete, write_companions
 from roll.config import ModelConfig
 from tests.checkpoint.folder_of_tensors import INDEX, MODEL
+from tests.log_messages import messages
 
 GOES_ALONG = [
     "added_tokens.json",
@@ -104,10 +108,10 @@ def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in found if path.is_symlink() or not path.is_dir())
 
 
-def written(tmp_path: Path, source: Path | None, config: ModelConfig = MODEL) -> Path:
+def written(tmp_path: Path, source: Path | None, config: ModelConfig = MODEL, known: Sequence[Path] = ()) -> Path:
     target = tmp_path / "target.unfinished"
     target.mkdir()
-    write_companions(target, tmp_path / "target", config, torch.bfloat16, source)
+    write_companions(target, tmp_path / "target", config, torch.bfloat16, source, known)
     return target
 
 
@@ -136,9 +140,42 @@ def test_a_model_from_no_folder_has_its_config_alone(tmp_path: Path) -> None:
     assert ModelConfig.from_folder(target) == MODEL
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="absent"):
-        written(tmp_path, tmp_path / "absent")
+def test_a_folder_that_is_gone_is_named_and_the_model_saved(tmp_path: Path) -> None:
+    source = fill(tmp_path / "source")
+    with messages("roll.checkpoint.companions") as said:
+        logging.getLogger("roll.checkpoint.companions").setLevel(logging.INFO)
+        known = announced_companions(source)
+        assert announced_companions(source, speaks=False) == known
+        logging.getLogger("roll.checkpoint.companions").setLevel(logging.NOTSET)
+    everything = ", ".join(sorted(["config.json", *GOES_ALONG]))
+    (told,) = said
+    assert told.startswith(f"saved models get these files of {source}: config.json, ")
+    assert sorted(told.rpartition(": ")[2].split(", ")) == everything.split(", ")
+    shutil.rmtree(source)
+    with messages("roll.checkpoint.companions") as said:
+        target = written(tmp_path, source, known=known)
+    names = ", ".join(map(str, sorted(known)))
+    place = tmp_path / "target"
+    assert said == [f"{place}: saved without files of {source} that cannot be read any more: {names}"]
+    assert sorted(names.split(", ")) == everything.split(", ")
+    assert files(target) == ["config.json"]
+    assert ModelConfig.from_folder(target) == MODEL
+
+
+def test_a_file_that_cannot_be_read_is_named_and_the_rest_saved(tmp_path: Path) -> None:
+    """One file is lost and one comes later; a third is there by its name alone."""
+    source = fill(tmp_path / "source")
+    known = announced_companions(source)
+    (source / "tokenizer.json").unlink()
+    (source / "vocab.txt").unlink()
+    (source / "vocab.txt").mkdir()
+    (source / "later.json").write_text("{}")
+    with messages("roll.checkpoint.companions") as said:
+        target = written(tmp_path, source, known=known)
+    (told,) = said
+    assert told.endswith(f"without files of {source} that cannot be read any more: tokenizer.json, vocab.txt")
+    assert files(target) == sorted({*GOES_ALONG, "config.json", "later.json"} - {"tokenizer.json", "vocab.txt"})
+    assert "auto_map" in (target / "config.json").read_text()
 
 
 def test_the_config_keeps_every_key(tmp_path: Path) -> None:

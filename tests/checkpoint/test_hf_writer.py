@@ -143,3 +143,14 @@ def test_a_failing_finish_leaves_the_older_folder(tmp_path: Path, monkeypatch: p
     with pytest.raises(OSError, match="the disk says no"):
         finish_folder(unfinished, folder)
     assert (folder / "common.pt").read_text() == "old"
+
+
+def test_a_finish_that_fails_half_way_puts_the_older_folder_back(tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    (folder / "common.pt").write_text("old")
+    begin_folder(folder, Kind.CHECKPOINT).rmdir()
+    with pytest.raises(FileNotFoundError, match=r"weights\.unfinished"):
+        finish_folder(folder.with_name("weights.unfinished"), folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["weights"]
+    assert (folder / "common.pt").read_text() == "old"

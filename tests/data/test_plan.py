@@ -190,7 +190,7 @@ def test_a_packing_is_halved_to_more_micro_batches() -> None:
         ([1], 1, {"rows": 0}, "rows must be at least 1, got 0"),
         ([1], 0, {"rows": 1}, "dp_size must be at least 1, got 0"),
         ([1], 1, {"rows": 1, "multiple_of": 0}, "multiple_of must be at least 1, got 0"),
-        ([1, -2], 1, {"rows": 1}, "row 1 has length -2"),
+        ([1, -1], 1, {"rows": 1}, "row 1 has length -1"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(

@@ -97,13 +97,30 @@ def test_metrics_without_a_form_are_refused_by_name() -> None:
 
 
 def test_global_keys_list_the_values_of_all_pieces() -> None:
-    pieces = [measured({"loss": n}, lr=0.1 * n, sizes=[n, n], step=3, seen={"n": n}) for n in (1, 2)]
-    meta = {"step": 3, "lr": [0.1, 0.2], "sizes": [1, 1, 2, 2], "seen": {"n": [1, 2]}, "metrics": {"loss": [1, 2]}}
-    for keys in (["lr", "sizes", "seen"], {"seen", "sizes", "lr"}, ("lr", "sizes", "seen", "metrics", "not there")):
+    pieces = [
+        measured({"loss": n}, lr=0.1 * n, sizes=[n, n], step=3, at=(n, {"k": n}), seen={"n": [n]}) for n in (1, 2)
+    ]
+    meta = {
+        "step": 3,
+        "lr": [0.1, 0.2],
+        "sizes": [[1, 1], [2, 2]],
+        "at": [(1, {"k": 1}), (2, {"k": 2})],
+        "seen": {"n": [[1], [2]]},
+        "metrics": {"loss": [1, 2]},
+    }
+    names = ["lr", "sizes", "at", "seen"]
+    for keys in (names, set(names), (*names, "metrics", "not there")):
         joined = DataProto.concat(pieces, global_keys=keys)
         assert joined.meta_info == meta
         assert list(joined.meta_info) == list(meta)  # in the order of the pieces, whatever the order of a set
-    assert DataProto.concat(pieces[:1], global_keys="lr").meta_info["lr"] == [0.1]
+    assert DataProto.concat(pieces[:1], global_keys=["lr", "at"]).meta_info["at"] == [(1, {"k": 1})]
+    assert DataProto.concat([measured({}, at={"k": 1}), measured({}, at=2)], global_keys="at").meta_info["at"] == [
+        {"k": 1},
+        2,
+    ]
+    joined = DataProto.concat(pieces, global_keys=names).meta_info
+    joined["sizes"][0].append(3)
+    assert pieces[0].meta_info["sizes"] == [1, 1]
     for keys in (None, [], "lr", {"metrics"}):
         with pytest.raises(ValueError, match=r"piece 1; global_keys lists the values of all pieces, select\(meta_info"):
             DataProto.concat(pieces, global_keys=keys)
@@ -114,7 +131,7 @@ def test_global_keys_list_the_values_of_all_pieces() -> None:
     references: list[Future[DataProto]] = [Future() for _ in pieces]
     for reference, piece in zip(references, pieces, strict=True):
         reference.set_result(piece)
-    keys = {"lr", "sizes", "seen"}
+    keys = set(names)
     assert DataProto.materialize_concat(references, global_keys=keys).meta_info == meta
     nested = DataProtoFuture.concat([DataProtoFuture.concat(references)])
     assert nested.get(global_keys=keys).meta_info == meta

@@ -159,9 +159,10 @@ def test_a_refused_save_leaves_every_file_and_writes_none(
     with pytest.raises(ValueError, match=r"tiny holds config.json, and is no checkpoint"):
         model.save_checkpoint(folder)
     model.save_checkpoint("state")
-    with pytest.raises(ValueError, match=r"state holds state.pt, and is no model"):
+    with pytest.raises(ValueError, match=r"state holds checksums.json, state.pt, and is no model"):
         model.save_hf("state")
-    (tmp_path / "notes" / "state" / "state.pt").unlink()
+    for name in ("state.pt", "checksums.json"):
+        (tmp_path / "notes" / "state" / name).unlink()
     model.save_hf("state")  # An empty folder is free.
     model.save_hf("state")
     (tmp_path / "notes" / "state" / "config.json").write_text('{"port": 80}')  # Of another program.

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from roll.checkpoint.checksums import CHECKSUMS, Checksum, checksums_of, write_checksums
 from roll.checkpoint.training_state import sharded_training_state
 from roll.parallel.state import parallel_groups
 from roll.strategies import HfStrategy, MegatronTrainStrategy
@@ -68,37 +69,71 @@ def loads(folder: Path, layout: dict[str, Any], checkpoints: list[Path]) -> list
 
 
 def without_progress(file: Path) -> None:
+    """A file as an earlier version wrote it, and no damage."""
     content = torch.load(file)
     del content["progress"]
     torch.save(content, file)
+    write_checksums(file.parent, read_sums(file.parent) | checksums_of(file.parent, [file.name]))
+
+
+def read_sums(folder: Path) -> dict[str, Checksum]:
+    return checksums_of(folder, (path.name for path in folder.iterdir() if path.name != CHECKSUMS))
 
 
 def truncated(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:100])
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def flipped(file: Path, place: float = 0.5) -> None:
+    """One bit in the middle of a file."""
+    content = bytearray(file.read_bytes())
+    content[int(len(content) * place)] ^= 1
+    file.write_bytes(content)
+
+
+def other_sums(file: Path) -> None:
+    file.write_text('{"common.pt": 3}')
 
 
 def other_text(file: Path) -> None:
     file.write_text('{"name": "x"}')
 
 
-DAMAGES: dict[str, list[tuple[Callable[[Path], None], str, str]]] = {
-    "hf": [
-        (without_progress, "state.pt", "of an earlier version"),
-        (truncated, "state.pt", r"state\.pt is damaged"),
-        (other_text, "state.pt", r"state\.pt is damaged"),
-        (Path.unlink, "state.pt", r"holds no state\.pt"),
-    ],
+Damage = tuple[Callable[[Path], None], str, str]
+"""How a file is damaged, its name, and the message that is expected of it."""
+
+
+def damages_of(file: str) -> list[Damage]:
+    """Damages of any file but the one of checksums."""
+    name = re.escape(file)
+    return [
+        (truncated, file, rf"{name} is damaged: it has \d+ bytes and was written with \d+$"),
+        (other_text, file, rf"{name} is damaged: it has 13 bytes and was written with \d+$"),
+        (
+            flipped,
+            file,
+            rf"{name} is damaged: it has (\d+) bytes with CRC-32 \w{{8}}, and was written with \1 and \w{{8}}",
+        ),
+        (Path.unlink, file, rf"is not a complete checkpoint .*: it holds no {name}$"),
+    ]
+
+
+OF_CHECKSUMS: list[Damage] = [
+    (Path.unlink, CHECKSUMS, r"is not a complete checkpoint .*: it holds no checksums\.json$"),
+    (truncated, CHECKSUMS, r"checksums\.json is damaged"),
+    (other_sums, CHECKSUMS, r"checksums\.json is damaged"),
+    (other_text, CHECKSUMS, r"checksums\.json is damaged"),
+]
+OF_TENSORS = ("__0_0.distcp", "__0_1.distcp", "__1_0.distcp", "__1_1.distcp")
+DAMAGES: dict[str, list[Damage]] = {
+    "hf": [(without_progress, "state.pt", "of an earlier version"), *damages_of("state.pt"), *OF_CHECKSUMS],
     "megatron_train": [
         (without_progress, "common.pt", "of an earlier version"),
-        (truncated, "common.pt", r"common\.pt is damaged"),
-        (other_text, "common.pt", r"common\.pt is damaged"),
-        (Path.unlink, "common.pt", r"is not a complete checkpoint .*: it holds no common\.pt"),
-        (truncated, "metadata.json", r"metadata\.json is damaged"),
-        (other_text, "metadata.json", r"metadata\.json is damaged"),
-        (Path.unlink, "metadata.json", r"it holds no metadata\.json"),
-        (truncated, ".metadata", r"\.metadata is damaged"),
-        (Path.unlink, ".metadata", r"it holds no \.metadata"),
-        (Path.unlink, "__0_0.distcp", "is damaged: its tensors cannot be read"),
+        *damages_of("common.pt"),
+        *damages_of(".metadata"),
+        *damages_of("metadata.json"),
+        *OF_CHECKSUMS,
+        *(damage for file in OF_TENSORS for damage in damages_of(file)),
     ],
 }
 
@@ -109,20 +144,18 @@ def test_a_refused_checkpoint_says_why_and_changes_nothing(
 ) -> None:
     folder = write_tiny(tmp_path / "tiny")
     ranks.run(save, folder, layout, tmp_path / "whole", world_size=world_size)
-    damages = DAMAGES[layout.get("name", "megatron_train")]
+    written = {path.name for path in (tmp_path / "whole").iterdir()}
+    damages = [damage for damage in DAMAGES[layout.get("name", "megatron_train")] if damage[1] in written]
+    assert written == {file for _, file, _ in damages}
     copies = []
     for number, (damage, file, _) in enumerate(damages):
         copies.append(Path(shutil.copytree(tmp_path / "whole", tmp_path / f"{number}")))
-        if file == "metadata.json" and damage is truncated:
-            (copies[-1] / file).write_text("{")
-        else:
-            damage(copies[-1] / file)
+        damage(copies[-1] / file)
     for told in ranks.run(loads, folder, layout, [tmp_path / "absent", *copies], world_size=world_size):
         assert told[0][1]
-        for (message, same), (_, file, expected) in zip(told[1:], damages, strict=True):
-            assert re.search(expected, message), f"{file}: {message}"
-            # Tensors are read into the weights, so a file of theirs that is found damaged comes too late.
-            assert same or file == "__0_0.distcp", file
+        for (message, same), (damage, file, expected) in zip(told[1:], damages, strict=True):
+            assert re.search(expected, message), f"{damage.__name__} {file}: {message}"
+            assert same, f"{damage.__name__} {file}"
 
 
 @pytest.mark.parametrize(("world_size", "layout"), LAYOUTS, ids=name_of)

@@ -368,3 +368,13 @@ def test_registered_methods_follow_inheritance() -> None:
 def test_rules_need_no_ray() -> None:
     check = "import sys, roll.workers.dispatch, roll.workers.routing; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+
+
+def test_prompts_need_not_divide_over_the_rollout_ranks() -> None:
+    """4 prompts on 3 ranks: shares of 2 rows, of which copies of the last prompt fill up the third."""
+    from roll.workers.rollout import RolloutWorker
+
+    rule = rule_of(RolloutWorker, "generate")
+    routed, sent = route(rule, ParallelDegrees(3), [batch(4)], {"seed": 1})
+    assert rows_by_rank(routed) == [[0, 1], [2, 3], [3, 3]]
+    assert gather(rule, [call.args[0] for call in routed], sent)["x"].tolist() == [0, 1, 2, 3]

@@ -10,6 +10,7 @@ from typing import Literal
 import torch.distributed as dist
 
 from roll.errors import UserError
+from roll.parallel.rendezvous import join
 from roll.platform import get_platform
 
 # What torch's own rendezvous reads, under the name that Slurm's srun gives each task.
@@ -27,6 +28,8 @@ def init_dist(
 ) -> None:
     """Take this process's device and join torch.distributed. Collective over all processes of the launcher.
 
+    After `torch.distributed.destroy_process_group()` a process may join again, as all others do.
+
     Args:
         launcher: `pytorch` for torchrun, `slurm` for srun.
         backend: of torch.distributed; by default the one of this platform.
@@ -34,14 +37,15 @@ def init_dist(
         timeout: of collectives; torch's own by default.
 
     Raises:
-        ValueError: an unknown launcher or init backend, or variables of the launcher that are missing.
+        ValueError: an unknown launcher or init backend, or variables of the launcher that are missing; or its port is
+            taken.
         ImportError: DeepSpeed is asked for and not installed.
         RuntimeError: torch.distributed is initialised already.
     """
     if init_backend not in ("torch", "deepspeed"):
         raise UserError(f"init_backend must be torch or deepspeed, got {init_backend!r}")
     if dist.is_initialized():
-        raise RuntimeError("torch.distributed is initialised already")
+        raise RuntimeError("torch.distributed is initialised already: call destroy_process_group() before init_dist")
     if init_backend == "deepspeed":
         try:
             import deepspeed  # before anything is joined, in case it is not installed
@@ -55,7 +59,7 @@ def init_dist(
     os.environ.update(rendezvous(launcher, dict(os.environ)))
     platform = get_platform()
     platform.use_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(backend or platform.collective_backend, timeout=timeout)
+    join(backend or platform.collective_backend, timeout)
     if init_backend == "deepspeed":
         deepspeed.init_distributed(dist_backend=backend or platform.collective_backend)
 

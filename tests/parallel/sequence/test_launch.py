@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import re
+import socket
 import subprocess
 import sys
 import tomllib
+from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from roll.config import ParallelSettings
 from roll.parallel.sequence import init_dist
 from roll.parallel.sequence.launch import first_host, rendezvous
+from roll.parallel.state import parallel_groups
 from tests.isolation import ROOT
+from tests.launched import launched
+from tests.rank_pool import RankPool
 
 SLURM = {
     "SLURM_PROCID": "5",
@@ -127,5 +136,47 @@ def test_a_process_joins_as_the_document_calls_it(tmp_path: Path) -> None:
     assert run.stdout.splitlines() == [
         "{'dist_backend': 'gloo'}",
         "1 False False",
-        "torch.distributed is initialised already",
+        "torch.distributed is initialised already: call destroy_process_group() before init_dist",
     ]
+
+
+def joins_in_a_row(agent: bool) -> list[float]:
+    """Two blocks with `init_dist` and one of `parallel_groups`: what their ranks sum up to."""
+    sums: list[float] = []
+    with launched(agent=agent):
+        for _ in range(2):
+            init_dist(timeout=timedelta(seconds=30))
+            with pytest.raises(RuntimeError, match="initialised already: call destroy_process_group"):
+                init_dist()
+            number = torch.tensor(dist.get_rank() + 1.0)
+            dist.all_reduce(number)
+            sums.append(float(number))
+            dist.destroy_process_group()
+        with parallel_groups(ParallelSettings(tp=2), timeout_s=30) as state:
+            number = torch.tensor(state.rank + 1.0)
+            dist.all_reduce(number, group=state.tp)
+            sums.append(float(number))
+    return sums
+
+
+@pytest.mark.parametrize("agent", [True, False])
+def test_a_process_joins_again(ranks: RankPool, agent: bool) -> None:
+    assert ranks.run(joins_in_a_row, agent, world_size=2) == [[3.0] * 3] * 2
+
+
+def taken_port() -> str:
+    """The message where rank 0 finds its port taken."""
+    with launched(agent=False), socket.socket() as taken, pytest.MonkeyPatch.context() as patch:
+        taken.bind(("", 0))
+        taken.listen()
+        patch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        with pytest.raises(ValueError, match="cannot meet") as error:
+            init_dist(timeout=timedelta(seconds=30))
+    return str(error.value)
+
+
+def test_a_port_that_is_taken(ranks: RankPool) -> None:
+    (told,) = ranks.run(taken_port, world_size=1)
+    assert re.match(r"MASTER_ADDR \S+, MASTER_PORT \d+: the ranks cannot meet there: .*address already in use", told), (
+        told
+    )
