@@ -104,16 +104,16 @@ def misuse() -> list[str]:
 def test_misuse(ranks: RankPool) -> None:
     for found in ranks.run(misuse, world_size=2):
         assert found == [
-            "ValueError: mean_loss must be a scalar, got shape (2,)",
-            "ValueError: num_tokens must be one number, got shape (2,)",
-            "ValueError: reducer must be mean or sum, got 'none'",
-            "ValueError: rank 1 of the group: mean_loss must be a scalar, got shape (2,)",
-            "ValueError: rank 1 of the group: total_tokens must be one number, got shape (2,)",
-            "ValueError: total_tokens differs between the ranks of the group: 8.0, 9.0",
-            "ValueError: total_tokens differs between the ranks of the group: None, 8.0",
-            "ValueError: reducer differs between the ranks of the group: 'mean', 'sum'",
-            "ValueError: rank 1 of the group: num_tokens must be a number, got NoneType",
-            "ValueError: rank 1 of the group: mean_loss must be a tensor, got float",
+            "UserError: mean_loss must be a scalar, got shape (2,)",
+            "UserError: num_tokens must be one number, got shape (2,)",
+            "UserError: reducer must be mean or sum, got 'none'",
+            "UserError: rank 1 of the group: mean_loss must be a scalar, got shape (2,)",
+            "UserError: rank 1 of the group: total_tokens must be one number, got shape (2,)",
+            "UserError: total_tokens differs between the ranks of the group: 8.0, 9.0",
+            "UserError: total_tokens differs between the ranks of the group: None, 8.0",
+            "UserError: reducer differs between the ranks of the group: 'mean', 'sum'",
+            "UserError: rank 1 of the group: num_tokens must be a number, got NoneType",
+            "UserError: rank 1 of the group: mean_loss must be a tensor, got float",
         ]
 
 

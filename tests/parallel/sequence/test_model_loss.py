@@ -258,26 +258,26 @@ def test_misuse(ranks: RankPool) -> None:
     both = "the model takes labels or shift_labels, not both: labels are shifted by the model, shift_labels are not"
     differs = "differs between the ranks of the group:"
     assert first == {
-        "both": f"ValueError: {both}",
-        "both on one": f"ValueError: rank 1 of the group: {both}",
-        "one of both": f"ValueError: labels {differs} 'labels', 'shift_labels'",
-        "on one": f"ValueError: labels {differs} None, 'labels'",
-        "whole": f"ValueError: labels {part} (2, 32) torch.int64",
-        "floats": f"ValueError: shift_labels {part} (2, 16) torch.float32",
-        "no tensor": f"ValueError: labels {part} list",
-        "no items": "ValueError: num_items_in_batch must be one positive number, got 0",
-        "many items": "ValueError: num_items_in_batch must be one positive number, got tensor([1., 1.])",
-        "items differ": f"ValueError: num_items_in_batch {differs} 3.0, 4.0",
-        "outside": "ValueError: rank 1 of the group: labels: 60 is outside the vocabulary of 48",
-        "failing": "ValueError: rank 1 of the group: the loss function raised ZeroDivisionError: of a user's own",
+        "both": f"UserError: {both}",
+        "both on one": f"UserError: rank 1 of the group: {both}",
+        "one of both": f"UserError: labels {differs} 'labels', 'shift_labels'",
+        "on one": f"UserError: labels {differs} None, 'labels'",
+        "whole": f"UserError: labels {part} (2, 32) torch.int64",
+        "floats": f"UserError: shift_labels {part} (2, 16) torch.float32",
+        "no tensor": f"UserError: labels {part} list",
+        "no items": "UserError: num_items_in_batch must be one positive number, got 0",
+        "many items": "UserError: num_items_in_batch must be one positive number, got tensor([1., 1.])",
+        "items differ": f"UserError: num_items_in_batch {differs} 3.0, 4.0",
+        "outside": "UserError: rank 1 of the group: labels: 60 is outside the vocabulary of 48",
+        "failing": "UserError: rank 1 of the group: the loss function raised ZeroDivisionError: of a user's own",
         "no labels": "None",
         "kept after a failure": "False",
         "kept": "False",
-        "sum_alone": "ValueError: the loss function sum_alone takes no shift_labels and no num_items_in_batch, so that "
+        "sum_alone": "UserError: the loss function sum_alone takes no shift_labels and no num_items_in_batch, so that "
         "its parts cannot be added up: compute the loss from the logits",
-        "other_label": "ValueError: the loss function ignores labels of -1, not of -100",
+        "other_label": "UserError: the loss function ignores labels of -1, not of -100",
         "own given back": "True",
-        "its own loss": "ValueError: LlamaForCausalLM called its loss function 0 times for its labels: what its loss "
+        "its own loss": "UserError: LlamaForCausalLM called its loss function 0 times for its labels: what its loss "
         "is made of is not known; compute it from the logits",
     }
 
