@@ -7,7 +7,6 @@ Two ranks hold an InternLM2 at tensor parallel 2, compute the log-probabilities 
 
 import json
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -47,16 +46,15 @@ def make_batch() -> DataProto:
     )
 
 
-def log_probs(strategy: MegatronTrainStrategy, data: DataProto, output: ModelOutput) -> dict[str, Tensor]:
+def log_probs(data: DataProto, output: ModelOutput) -> dict[str, Tensor]:
     """What `forward_step` computes of each micro-batch."""
-    return {"log_probs": strategy.op_compute_log_probs(output, data["input_ids"], data["response_mask"])}
+    return {"log_probs": output.log_probs(data["input_ids"], data["response_mask"])}
 
 
-def loss(strategy: MegatronTrainStrategy, data: DataProto, output: ModelOutput) -> tuple[Tensor, dict[str, Tensor]]:
+def loss(data: DataProto, output: ModelOutput) -> tuple[Tensor, dict[str, Tensor]]:
     """Negative log-likelihood, divided by the response tokens of the whole step, so that parts simply add up."""
     assert data.normalizers is not None
-    values = strategy.op_compute_log_probs(output, data["input_ids"], data["response_mask"])
-    return -values.sum() / data.normalizers.tokens, {}
+    return -output.log_probs(data["input_ids"], data["response_mask"]).sum() / data.normalizers.tokens, {}
 
 
 def main() -> None:
@@ -79,9 +77,9 @@ def main() -> None:
             print(
                 f"rank 1: {tuple(received['input_ids'].shape)}, {received['answer']}, {received.meta_info}", flush=True
             )
-        results = strategy.forward_step(batch, partial(log_probs, strategy))
-        before = strategy.train_step(batch, partial(loss, strategy))
-        after = strategy.train_step(batch, partial(loss, strategy))
+        results = strategy.forward_step(batch, log_probs)
+        before = strategy.train_step(batch, loss)
+        after = strategy.train_step(batch, loss)
         if state.is_reporter and results is not None:
             print(f"log-probs {tuple(results['log_probs'].shape)}, of row 0: {results['log_probs'][0, 7:11].tolist()}")
             print(f"loss {before['loss']:.4f}, after one step {after['loss']:.4f}")

@@ -8,7 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from roll.strategies.base import ForwardFunc, InferenceStrategy, LossFunc, Metrics, ModelOutput, TrainStrategy
+from roll.strategies.base import InferenceStrategy, Metrics, TrainStrategy
+from roll.strategies.output import ForwardFunc, LossFunc, ModelOutput
 
 if TYPE_CHECKING:
     from roll.strategies.hf import HfStrategy

@@ -7,37 +7,15 @@ S padded length, b rows of one micro-batch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torch import Tensor
 
-from roll.config import Head, StrategySettings
+from roll.config import StrategySettings
 from roll.errors import UserError
 from roll.protocol import DataProto
-
-
-@dataclass(frozen=True)
-class ModelOutput:
-    """What the model made of one micro-batch, as a loss or forward function gets it.
-
-    Its content is the strategy's own affair (logits, or hidden states that are not logits yet); ask the strategy's
-    `op_compute_*` for results per token.
-    """
-
-    tensor: Tensor
-
-
-ForwardFunc = Callable[[DataProto, ModelOutput], dict[str, Tensor]]
-"""(micro-batch, output) to named results, each `[b, ...]`."""
-
-LossFunc = Callable[[DataProto, ModelOutput], tuple[Tensor, dict[str, Tensor]]]
-"""(micro-batch, output) to (loss, metrics).
-
-The loss is the sum over this micro-batch's tokens of a per-token loss already divided by the step's global normaliser
-(`data.normalizers`). Metrics likewise are parts of a sum over micro-batches and data-parallel ranks.
-"""
+from roll.strategies.output import ForwardFunc, LossFunc, ModelOutput
 
 Metrics = dict[str, float]
 
@@ -77,45 +55,31 @@ class InferenceStrategy(ABC):
             Its results for all rows, `[B, ...]` in the order of the batch; None on ranks that do not report.
         """
 
-    @abstractmethod
     def op_compute_log_probs(self, output: ModelOutput, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Log-probabilities of the given tokens at the rollout temperature.
+        """`output.log_probs`, under the name that ROLL has for it, like those below."""
+        return output.log_probs(input_ids, attention_mask)
 
-        Args:
-            input_ids: `[b, S]`.
-            attention_mask: `[b, S]`, 1 on tokens whose log-prob is wanted.
-
-        Returns:
-            `[b, S-1]` fp32: at index t that of token t+1, zero where `attention_mask[:, t+1]` is 0.
-        """
-
-    @abstractmethod
     def op_compute_entropy(self, output: ModelOutput, attention_mask: Tensor) -> Tensor:
-        """Entropy, in nats, of the distribution that token t+1 was drawn from: `[b, S-1]`, masked likewise."""
+        """`output.entropy`."""
+        return output.entropy(attention_mask)
 
-    @abstractmethod
     def op_compute_log_probs_and_entropy(
         self, output: ModelOutput, input_ids: Tensor, attention_mask: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Both at once, for the price of one pass over the vocabulary."""
+        """`output.log_probs_and_entropy`."""
+        return output.log_probs_and_entropy(input_ids, attention_mask)
 
-    @abstractmethod
-    def op_compute_row_logits(self, output: ModelOutput) -> Tensor:
-        """Logits at temperature 1 of all tokens at their rows: `[b, S, V]`, zero on padding.
-
-        Where the vocabulary is split over tp, a rank has its part: `[b, S, V/tp]`. This is the largest tensor of a
-        micro-batch; the other `op_compute_*` never make it as a whole. Raises ValueError for a model with a value head.
-        """
-
-    @abstractmethod
     def op_compute_values(self, output: ModelOutput, attention_mask: Tensor) -> Tensor:
-        """Values of a model with a value head: `[b, S-1]`, at index t that of the state before token t+1."""
+        """`output.values`."""
+        return output.values(attention_mask)
 
+    def op_compute_logits(self, output: ModelOutput) -> Tensor:
+        """`output.logits`."""
+        return output.logits()
 
-def check_has_logits(head: Head) -> None:
-    """Raise ValueError for a model whose head is not the vocabulary's."""
-    if head != "lm":
-        raise UserError(f"a model with head {head!r} has no logits")
+    def op_compute_row_logits(self, output: ModelOutput) -> Tensor:
+        """`output.row_logits`."""
+        return output.row_logits()
 
 
 class TrainStrategy(InferenceStrategy):

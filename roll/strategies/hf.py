@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,35 +31,13 @@ from roll.models.transformers_model import (
 )
 from roll.platform import get_platform
 from roll.protocol import DataProto, check_model_batch, count_loss_tokens
-from roll.strategies.base import (
-    ForwardFunc,
-    LossFunc,
-    Metrics,
-    ModelOutput,
-    TrainStrategy,
-    check_has_logits,
-    check_response_mask,
-)
+from roll.strategies.base import Metrics, TrainStrategy, check_response_mask
 from roll.strategies.buckets import in_buckets
 from roll.strategies.learning_rate import learning_rate
 from roll.strategies.master_weights import MasterWeights
+from roll.strategies.output import ForwardFunc, LossFunc
+from roll.strategies.padded_output import PaddedOutput
 from roll.strategies.progress import EndOfSchedule, continued_steps, progress_of
-
-
-@dataclass(frozen=True)
-class PaddedOutput(ModelOutput):
-    """Logits `[b, S, V]`, or with a value head values `[b, S]`."""
-
-    mask: Tensor
-    """`[b, S]` bool: the real tokens."""
-
-    def wanted(self, attention_mask: Tensor) -> Tensor:
-        """`[b, S-1]` bool: token t is real and token t+1 is wanted."""
-        return self.mask[:, :-1] & attention_mask[:, 1:].bool()
-
-    def where_wanted(self, results: Tensor, attention_mask: Tensor) -> Tensor:
-        """`[b, S-1]` results where they are wanted, else zero."""
-        return torch.where(self.wanted(attention_mask), results, 0.0)
 
 
 class HfStrategy(TrainStrategy):
@@ -140,17 +117,22 @@ class HfStrategy(TrainStrategy):
             "attention_mask": mask,
             "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
         }
+        tensor = self._run_rows(inputs)
+        return PaddedOutput(tensor, mask.bool(), head=self.settings.head, temperature=self.settings.temperature)
+
+    def _run_rows(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """What `_run` gives, also for no rows, and for rows whose RoPE depends on their length."""
+        rows, width = inputs["input_ids"].shape
+        if rows == 0:  # transformers cannot run no rows: one runs, left out of the output but not of the graph.
+            return self._run({name: tensor.new_ones(1, width) for name, tensor in inputs.items()})[:0]
         scaling = self.model_config.rope_scaling
-        if len(mask) == 0:  # transformers cannot run no rows: one runs, left out of the output but not of the graph.
-            one = {name: tensor.new_ones(1, mask.shape[1]) for name, tensor in inputs.items()}
-            return PaddedOutput(self._run(one)[:0], mask.bool())
         if scaling is None or scaling.rope_type != "dynamic":
-            return PaddedOutput(self._run(inputs), mask.bool())
+            return self._run(inputs)
         outputs = []
-        for row in range(len(mask)):  # One by one: together, transformers gives all rows the base of the longest.
+        for row in range(rows):  # One by one: together, transformers gives all rows the base of the longest.
             forget_lengths(self.network)
             outputs.append(self._run({name: tensor[row : row + 1] for name, tensor in inputs.items()}))
-        return PaddedOutput(torch.cat(outputs), mask.bool())
+        return torch.cat(outputs)
 
     def _run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Logits `[b, S, V]`, or with a value head values `[b, S]`."""
@@ -158,31 +140,6 @@ class HfStrategy(TrainStrategy):
             hidden = self.network.model(**inputs, use_cache=False).last_hidden_state
             return self.value_head(hidden).float().squeeze(-1)
         return self.network(**inputs, use_cache=False).logits
-
-    def op_compute_log_probs(self, output: ModelOutput, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        return self.op_compute_log_probs_and_entropy(output, input_ids, attention_mask)[0]
-
-    def op_compute_entropy(self, output: ModelOutput, attention_mask: Tensor) -> Tensor:
-        return self.op_compute_log_probs_and_entropy(output, torch.zeros_like(attention_mask), attention_mask)[1]
-
-    def op_compute_log_probs_and_entropy(
-        self, output: ModelOutput, input_ids: Tensor, attention_mask: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        assert isinstance(output, PaddedOutput)
-        log_softmax = (output.tensor[:, :-1].float() / self.settings.temperature).log_softmax(dim=-1)
-        targets = torch.where(output.wanted(attention_mask), input_ids[:, 1:], 0)
-        log_probs = log_softmax.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        entropy = -(log_softmax.exp() * log_softmax).sum(dim=-1)
-        return output.where_wanted(log_probs, attention_mask), output.where_wanted(entropy, attention_mask)
-
-    def op_compute_row_logits(self, output: ModelOutput) -> Tensor:
-        assert isinstance(output, PaddedOutput)
-        check_has_logits(self.settings.head)
-        return torch.where(output.mask.unsqueeze(-1), output.tensor, 0.0)
-
-    def op_compute_values(self, output: ModelOutput, attention_mask: Tensor) -> Tensor:
-        assert isinstance(output, PaddedOutput)
-        return output.where_wanted(output.tensor[:, :-1], attention_mask)
 
     def _training(self, what: str) -> tuple[OptimizerSettings, MasterWeights]:
         """What updates the weights. Raises ValueError, before anything is touched, if there is no optimizer."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,36 +22,21 @@ from roll.checkpoint.hf import load_weights
 from roll.checkpoint.tensor_sources import tensor_source
 from roll.config import ModelConfig, StrategySettings, check_parallel
 from roll.data.micro_batches import check_dealt, cut_micro_batches, join_results
-from roll.data.packing import PackedRows, pack_rows
-from roll.data.sequence_split import HeldTokens, SequenceSplit
+from roll.data.sequence_split import SequenceSplit
 from roll.errors import UserError
 from roll.models.internlm2 import build_internlm2
-from roll.models.packed_sequence import PackedSequence
 from roll.parallel.degrees import ParallelDegrees
-from roll.parallel.sequence_gather import gather_sequence
 from roll.parallel.state import ParallelState
 from roll.platform import get_platform
 from roll.protocol import DataProto, check_model_batch
-from roll.strategies.base import (
-    ForwardFunc,
-    InferenceStrategy,
-    LossFunc,
-    Metrics,
-    ModelOutput,
-    check_has_logits,
-)
+from roll.strategies.base import InferenceStrategy, Metrics
 from roll.strategies.data_input import batch_delivery
-from roll.strategies.tokens import OwnTokens, TokenMicroBatch, count_labels, token_forward_step
+from roll.strategies.micro_batch import Data, MicroBatch, Output, RowMicroBatch
+from roll.strategies.output import ForwardFunc, check_head
+from roll.strategies.packed_output import OwnOutput
+from roll.strategies.tokens import LabelledTokens, TokenMicroBatch, count_labels, next_token_loss
 
-
-@dataclass(frozen=True)
-class PackedOutput(ModelOutput):
-    """The last stage's output for a packed micro-batch: hidden states `[1, T, H]`, or values `[1, T, 1]`; those of this
-    rank's tokens where the sequence is split.
-    """
-
-    rows: PackedRows
-    held: HeldTokens
+Result = TypeVar("Result")
 
 
 class MegatronInferStrategy(InferenceStrategy):
@@ -150,8 +134,7 @@ class MegatronInferStrategy(InferenceStrategy):
         batch = self.get_data_input(batch)
         micro_batches, order = self._cut(batch)
         self.model.eval()
-        forward = partial(self.inner_forward_step, forward_func)
-        results = self._run_schedule(micro_batches, forward, forward_only=True)
+        results = self._run_schedule(forward_func, self._pack(micro_batches), len(micro_batches), forward_only=True)
         return join_results(results, order) if self.state.is_reporter else None
 
     def _cut(self, batch: DataProto) -> tuple[list[DataProto], list[int]]:
@@ -166,6 +149,10 @@ class MegatronInferStrategy(InferenceStrategy):
             micro_batches += [batch.select_idxs([])] * (int(most) - len(micro_batches))
         return micro_batches, order
 
+    def _pack(self, micro_batches: list[DataProto]) -> Iterator[RowMicroBatch]:
+        """This rank's tokens of the micro-batches, each packed when its turn comes."""
+        return (RowMicroBatch.of(micro_batch, self.split) for micro_batch in micro_batches)
+
     @torch.no_grad()
     def token_loss(self, micro_batches: Sequence[TokenMicroBatch]) -> float:
         """Mean cross-entropy of the labels of all ranks' micro-batches, in nats.
@@ -175,14 +162,22 @@ class MegatronInferStrategy(InferenceStrategy):
         Returns:
             The same number on every rank of the last pipeline stage, and nan on the other stages; nan without labels.
         """
-        own_tokens = [OwnTokens.of(micro_batch, self.split) for micro_batch in micro_batches]
-        num_labels = count_labels(own_tokens, self.state, self.model_config.vocab_size, self.device)
+        tokens, num_labels = self._labelled(micro_batches)
         if num_labels == 0:
             return math.nan
+
+        def forward(labels: Tensor, output: OwnOutput) -> dict[str, Tensor]:
+            return {"loss": next_token_loss(num_labels, labels, output)[0]}
+
         self.model.eval()
-        forward = partial(token_forward_step, self.gpt, num_labels, self.settings.token_chunk)
-        metrics = self._run_schedule(own_tokens, forward, forward_only=True)
+        metrics = self._run_schedule(forward, iter(tokens), len(tokens), forward_only=True)
         return self._sum_metrics(metrics, self.state.megatron.dp_cp).get("loss", math.nan)
+
+    def _labelled(self, micro_batches: Sequence[TokenMicroBatch]) -> tuple[list[LabelledTokens], int]:
+        """This rank's tokens, and the number of labels of the whole step. Raises ValueError for a value head."""
+        check_head(self.settings.head, "lm")
+        tokens = [LabelledTokens.of(micro_batch, self.split) for micro_batch in micro_batches]
+        return tokens, count_labels(tokens, self.state, self.model_config.vocab_size, self.device)
 
     def _sum_metrics(self, parts: list[dict[str, Tensor]], group: ProcessGroup) -> Metrics:
         """Metrics of all micro-batches of all ranks of `group`; empty on stages that compute no loss."""
@@ -194,14 +189,26 @@ class MegatronInferStrategy(InferenceStrategy):
         return dict(zip(names, totals.tolist(), strict=True))
 
     def _run_schedule(
-        self, micro_batches: list[Any], forward_step_func: Callable[..., Any], *, forward_only: bool
-    ) -> list[Any]:
-        """Megatron-Core's schedule over the micro-batches; what was computed of each output, on the last stage."""
+        self,
+        func: Callable[[Data, Output], Result],
+        micro_batches: Iterator[MicroBatch[Data, Output]],
+        count: int,
+        *,
+        forward_only: bool,
+    ) -> list[dict[str, Tensor]]:
+        """Megatron-Core's schedule over `count` micro-batches.
+
+        Args:
+            func: a forward function if `forward_only`, else a loss as the schedules take it.
+
+        Returns:
+            Results of the forward function, or metrics of the loss, of each micro-batch; none before the last stage.
+        """
         common = {
-            "forward_step_func": forward_step_func,
-            "data_iterator": iter(micro_batches),
+            "forward_step_func": partial(self.inner_forward_step, func),
+            "data_iterator": micro_batches,
             "model": [self.model],
-            "num_microbatches": len(micro_batches),
+            "num_microbatches": count,
             "seq_length": 1,  # The real shapes are exchanged: variable_seq_lengths.
             "micro_batch_size": 1,
             "forward_only": forward_only,
@@ -214,112 +221,32 @@ class MegatronInferStrategy(InferenceStrategy):
         return forward_backward_pipelining_without_interleaving(**common, p2p_communicator=communicator)
 
     def inner_forward_step(
-        self, func: ForwardFunc | LossFunc, data_iterator: Iterator[DataProto], model: nn.Module
-    ) -> tuple[Tensor, partial[Any]]:
-        """One micro-batch through this stage: drop the padding, pack, take this rank's tokens, run.
+        self,
+        func: Callable[[Data, Output], Result],
+        data_iterator: Iterator[MicroBatch[Data, Output]],
+        model: nn.Module,
+    ) -> tuple[Tensor, Callable[..., Result]]:
+        """The next micro-batch through this stage: its padding is dropped, this rank's tokens are packed and run.
 
         Returns:
             The stage's output, and what the schedule calls with the last stage's output.
         """
         micro_batch = next(data_iterator)
-        rows = pack_rows(
-            micro_batch["input_ids"],
-            micro_batch["attention_mask"],
-            multiple_of=self.settings.parallel.row_multiple,
-            segment_multiple_of=self.settings.parallel.segment_multiple,
-        )
-        packed = PackedSequence.of(rows, self.split)
         output = model(
-            input_ids=packed.own(rows.input_ids),
+            input_ids=micro_batch.input_ids,
             position_ids=None,  # They are part of the packed sequence.
             attention_mask=None,
-            packed_seq_params=packed,
+            packed_seq_params=micro_batch.packed,
         )
-        return output, partial(self._apply, func, micro_batch, rows, packed.held)
+        return output, partial(self._apply, func, micro_batch)
 
     def _apply(
         self,
-        func: Any,
-        micro_batch: DataProto,
-        rows: PackedRows,
-        held: HeldTokens,
-        output: Tensor,
-        non_loss_data: bool = False,
-    ) -> Any:
-        result = func(micro_batch, PackedOutput(output, rows, held))
-        if non_loss_data:
-            return result
-        loss, metrics = result
-        # Clones: the schedule may scale the loss in place, and metrics outlive the step's graph.
-        metrics = {name: torch.as_tensor(value).detach().clone() for name, value in metrics.items()}
-        # No tokens are reported to the schedule, so it divides by nothing: the loss is already normalised.
-        return loss, torch.zeros((), dtype=torch.int, device=loss.device), metrics | {"loss": loss.detach().clone()}
-
-    def op_compute_log_probs(self, output: ModelOutput, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        return self._log_probs(output, input_ids, attention_mask, with_entropy=False)[0]
-
-    def op_compute_entropy(self, output: ModelOutput, attention_mask: Tensor) -> Tensor:
-        # Entropy does not depend on which token was drawn, so any targets do.
-        any_ids = torch.zeros_like(attention_mask)
-        return self._log_probs(output, any_ids, attention_mask, with_entropy=True)[1]
-
-    def op_compute_log_probs_and_entropy(
-        self, output: ModelOutput, input_ids: Tensor, attention_mask: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return self._log_probs(output, input_ids, attention_mask, with_entropy=True)
-
-    def _log_probs(
-        self, output: ModelOutput, input_ids: Tensor, attention_mask: Tensor, *, with_entropy: bool
-    ) -> tuple[Tensor, Tensor]:
-        assert isinstance(output, PackedOutput)
-        log_probs, entropy = self.gpt.head.log_probs(
-            output.tensor,
-            output.held.own(output.rows.next_tokens(input_ids)).unsqueeze(0),
-            temperature=self.settings.temperature,
-            chunk=self.settings.token_chunk,
-            with_entropy=with_entropy,
-        )
-        own = [log_probs] if entropy is None else [log_probs, entropy]
-        per_row = self._per_row(torch.stack(own, dim=-1), output, attention_mask)
-        return per_row[0], per_row[-1]
-
-    def _per_row(self, own: Tensor, output: PackedOutput, attention_mask: Tensor) -> list[Tensor]:
-        """What this rank has of its own tokens, `[1, t, kinds]`, of all tokens at their rows, `[b, S-1]` each.
-
-        All ranks that share the batch get all of it, so all compute the same loss; in backward each follows its own
-        tokens, and the sum of the ranks' gradients is that of the loss.
-        """
-        whole = self._of_all_tokens(own, output)
-        wanted = attention_mask[:, 1:].bool()
-        return [torch.where(wanted, output.rows.unpack_next(kind), 0.0) for kind in whole.unbind(-1)]
-
-    def _of_all_tokens(self, own: Tensor, output: PackedOutput) -> Tensor:
-        """`[1, T/n, ...]` of this rank's tokens to `[T, ...]` of all tokens of the packed row."""
-        return output.held.in_order(gather_sequence(own, self.state.cp), dim=1)[0]
-
-    def op_compute_logits(self, output: ModelOutput) -> Tensor:
-        """Logits of the packed row at temperature 1, for loss functions that need more than log-probs.
-
-        Under context parallelism (mode isp too) a rank has the logits of its own tokens, `output.held` says which. A
-        loss over what a rank has is summed over the ranks by its gradients; as a metric it is reported as this rank's
-        part.
-
-        Returns:
-            `[1, T/n, V/tp]` for n = cp or sp; `[1, T/n, V]` with `parallel.parallel_output` false.
-        """
-        check_has_logits(self.settings.head)
-        logits: Tensor = self.gpt.head.logits(output.tensor, parallel_output=self.settings.parallel.parallel_output)
-        return logits
-
-    def op_compute_row_logits(self, output: ModelOutput) -> Tensor:
-        """Logits of all tokens at their rows: `op_compute_logits` unpacked, on all ranks that share the batch.
-
-        Returns:
-            `[b, S, V/tp]`, with the vocabulary as `op_compute_logits` has it.
-        """
-        assert isinstance(output, PackedOutput)
-        return output.rows.unpack(self._of_all_tokens(self.op_compute_logits(output), output))
-
-    def op_compute_values(self, output: ModelOutput, attention_mask: Tensor) -> Tensor:
-        assert isinstance(output, PackedOutput)
-        return self._per_row(output.tensor, output, attention_mask)[0]
+        func: Callable[[Data, Output], Result],
+        micro_batch: MicroBatch[Data, Output],
+        tensor: Tensor,
+        non_loss_data: bool = False,  # The schedule says so where it only runs forward; `func` is made for either.
+    ) -> Result:
+        """What `func` makes of the last stage's output for a micro-batch."""
+        projection = self.gpt.head if self.settings.head == "lm" else None
+        return func(micro_batch.data, micro_batch.output(OwnOutput(tensor, projection, self.settings, self.state.cp)))

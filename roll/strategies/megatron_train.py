@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,12 +27,14 @@ from roll.models.tied_embeddings import sum_tied_gradients
 from roll.parallel.gradient_norm import gradient_norm
 from roll.parallel.state import ParallelState
 from roll.protocol import DataProto, LossNormalizers, count_loss_tokens
-from roll.strategies.base import LossFunc, Metrics, TrainStrategy, check_response_mask
+from roll.strategies.base import Metrics, TrainStrategy, check_response_mask
 from roll.strategies.buckets import in_buckets
 from roll.strategies.gradients import Gradients, ReplicatedGradients, ShardedGradients
 from roll.strategies.megatron_infer import MegatronInferStrategy
+from roll.strategies.micro_batch import Data, MicroBatch, Output
+from roll.strategies.output import Loss, LossFunc
 from roll.strategies.progress import EndOfSchedule, continued_steps, progress_of
-from roll.strategies.tokens import OwnTokens, TokenMicroBatch, count_labels, token_forward_step
+from roll.strategies.tokens import TokenMicroBatch, next_token_loss
 
 
 class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
@@ -77,7 +78,7 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
             return self._skipped()
         micro_batches, _ = self._cut(batch)
         micro_batches = [micro_batch.with_normalizers(normalizers) for micro_batch in micro_batches]
-        return self._optimize(micro_batches, partial(self.inner_forward_step, loss_func), self.state.dp)
+        return self._optimize(loss_func, self._pack(micro_batches), len(micro_batches), self.state.dp)
 
     def train_tokens(self, micro_batches: Sequence[TokenMicroBatch]) -> Metrics:
         """One optimizer step of next-token prediction, over micro-batches as `roll.data.load_accum_batch` gives them.
@@ -88,12 +89,11 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
         Returns:
             As `train_step`, with `tokens`, the number of labels.
         """
-        own_tokens = [OwnTokens.of(micro_batch, self.split) for micro_batch in micro_batches]
-        num_labels = count_labels(own_tokens, self.state, self.model_config.vocab_size, self.device)
+        tokens, num_labels = self._labelled(micro_batches)
         if num_labels == 0:
             return self._skipped() | {"tokens": 0.0}
-        forward = partial(token_forward_step, self.gpt, num_labels, self.settings.token_chunk)
-        metrics = self._optimize(own_tokens, forward, self.state.megatron.dp_cp)
+        loss_func = partial(next_token_loss, num_labels)
+        metrics = self._optimize(loss_func, iter(tokens), len(tokens), self.state.megatron.dp_cp)
         return metrics | {"tokens": float(num_labels)}
 
     def _skipped(self) -> Metrics:
@@ -101,14 +101,18 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
         return {"lr": self._learning_rate(), "skipped_steps": 1.0}
 
     def _optimize(
-        self, micro_batches: list[Any], forward_step_func: Callable[..., Any], sharers: ProcessGroup
+        self,
+        loss_func: Callable[[Data, Output], Loss],
+        micro_batches: Iterator[MicroBatch[Data, Output]],
+        count: int,
+        sharers: ProcessGroup,
     ) -> Metrics:
-        """Run the micro-batches forward and backward, and take the step; metrics are summed over `sharers`."""
+        """Run `count` micro-batches forward and backward, and take the step; metrics are summed over `sharers`."""
         lr = self._learning_rate()
         self.model.train()
         self.grads.zero()
         self.optimizer.zero_grad()
-        metrics = self._run_schedule(micro_batches, forward_step_func, forward_only=False)
+        metrics = self._run_schedule(partial(_scheduled, loss_func), micro_batches, count, forward_only=False)
         self.grads.collect()
         if self.model_config.tie_word_embeddings and self.settings.head == "lm":
             sum_tied_gradients(self.gpt, self.state)
@@ -186,6 +190,17 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
             source=self.settings.model_path,
             known=self._companions,
         )
+
+
+def _scheduled(
+    loss_func: Callable[[Data, Output], Loss], data: Data, output: Output
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """A loss as Megatron-Core's schedules take it: loss, number of tokens, metrics with the loss among them."""
+    loss, metrics = loss_func(data, output)
+    # Clones: the schedule may scale the loss in place, and metrics outlive the step's graph.
+    metrics = {name: torch.as_tensor(value).detach().clone() for name, value in (metrics | {"loss": loss}).items()}
+    # No tokens are reported to the schedule, so it divides by nothing: the loss is already normalised.
+    return loss, torch.zeros((), dtype=torch.int, device=loss.device), metrics
 
 
 def _optimizer_config(settings: OptimizerSettings, dtype: torch.dtype) -> OptimizerConfig:

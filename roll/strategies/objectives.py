@@ -1,23 +1,18 @@
-"""The losses of PPO's steps, as `train_step` calls them.
+"""Losses of PPO's steps: pure functions of settings, micro-batch and output.
 
-Each takes a strategy for its per-token results and knows nothing of how that strategy's model is split. Bind the
-first arguments with `functools.partial`.
+`train_step` calls a loss with the last two; bind the settings with `functools.partial`.
 """
 
 from __future__ import annotations
-
-from torch import Tensor
 
 from roll.algorithms.aggregate import aggregate_loss
 from roll.algorithms.losses import entropy_loss, policy_loss, value_loss
 from roll.config import PPOSettings
 from roll.protocol import DataProto
-from roll.strategies.base import ModelOutput, TrainStrategy
-
-Loss = tuple[Tensor, dict[str, Tensor]]
+from roll.strategies.output import Loss, ModelOutput
 
 
-def policy_objective(strategy: TrainStrategy, ppo: PPOSettings, data: DataProto, output: ModelOutput) -> Loss:
+def policy_objective(ppo: PPOSettings, data: DataProto, output: ModelOutput) -> Loss:
     """Clipped policy loss with an entropy bonus.
 
     Reads `log_probs` (of the policy that sampled) and `advantages`, `[b, S-1]`.
@@ -27,9 +22,9 @@ def policy_objective(strategy: TrainStrategy, ppo: PPOSettings, data: DataProto,
     mask = response_mask[:, 1:]
     entropy = None
     if ppo.entropy_coef:
-        log_probs, entropy = strategy.op_compute_log_probs_and_entropy(output, data["input_ids"], response_mask)
+        log_probs, entropy = output.log_probs_and_entropy(data["input_ids"], response_mask)
     else:
-        log_probs = strategy.op_compute_log_probs(output, data["input_ids"], response_mask)
+        log_probs = output.log_probs(data["input_ids"], response_mask)
     per_token, diagnostics = policy_loss(
         log_probs, data["log_probs"], data["advantages"], mask, ppo.clip_low, ppo.clip_high
     )
@@ -42,11 +37,11 @@ def policy_objective(strategy: TrainStrategy, ppo: PPOSettings, data: DataProto,
     return loss, {name: aggregate_loss(value.detach(), mask, data.normalizers) for name, value in means.items()}
 
 
-def value_objective(strategy: TrainStrategy, ppo: PPOSettings, data: DataProto, output: ModelOutput) -> Loss:
+def value_objective(ppo: PPOSettings, data: DataProto, output: ModelOutput) -> Loss:
     """Clipped value loss. Reads `values` (of the critic at the rollout) and `returns`, `[b, S-1]`."""
     assert data.normalizers is not None
     mask = data["response_mask"][:, 1:]
-    values = strategy.op_compute_values(output, data["response_mask"])
+    values = output.values(data["response_mask"])
     per_token, diagnostics = value_loss(values, data["values"], data["returns"], mask, ppo.value_clip)
     loss = aggregate_loss(per_token, mask, data.normalizers, ppo.loss_agg)
     clipped = aggregate_loss(diagnostics["clipped"], mask, data.normalizers)

@@ -8,15 +8,12 @@ the same on all ranks that share it, and cp ranks take their part of it here. Po
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt import GPTModel
-from torch import Tensor, nn
+from torch import Tensor
 
 from roll.data.loading import Data
 from roll.data.packing import align_segments
@@ -25,28 +22,28 @@ from roll.data.sequence_split import SequenceSplit
 from roll.errors import UserError
 from roll.models.packed_sequence import PackedSequence
 from roll.parallel.state import ParallelState
+from roll.strategies.micro_batch import MicroBatch
+from roll.strategies.output import Loss
+from roll.strategies.packed_output import OwnOutput
 
 TokenMicroBatch = tuple[Data, Tensor]
 """Data and labels; a label of -100 is not learned."""
 
 
 @dataclass(frozen=True)
-class OwnTokens:
-    """This rank's tokens of a micro-batch. Labels are those of the whole: each stands beside the token before it."""
+class LabelledTokens(MicroBatch[Tensor, OwnOutput]):
+    """This rank's tokens of a micro-batch; the data of the loss are their labels, `[b, s]` int64.
 
-    input_ids: Tensor
-    """`[b, s]` int64."""
-    labels: Tensor
-    """`[b, s]` int64."""
-    packed: PackedSequence
+    Labels are those of the whole: each stands beside the token before it.
+    """
 
     @classmethod
-    def of(cls, micro_batch: TokenMicroBatch, split: SequenceSplit) -> OwnTokens:
+    def of(cls, micro_batch: TokenMicroBatch, split: SequenceSplit) -> LabelledTokens:
         """Fill up the rows of a micro-batch as the ranks need it, and take this rank's tokens."""
         data, labels = micro_batch
         ids, parallel = data["input_ids"], split.parallel
         if parallel.mode == "isp":
-            return cls(ids, labels, _packed_isp(data, split))
+            return cls(labels, ids, _packed_isp(data, split))
         is_packed = "cu_seqlens" in data
         lengths = data["cu_seqlens"].diff().long() if is_packed else torch.tensor([ids.shape[1]])
         aligned = align_segments(
@@ -62,7 +59,10 @@ class OwnTokens:
         def own(whole: Tensor, padding: int) -> Tensor:
             return packed.own(whole.new_full((len(whole), filled), padding).index_copy_(1, places, whole))
 
-        return cls(own(ids, PAD_ID), own(labels, IGNORED), packed)
+        return cls(own(labels, IGNORED), own(ids, PAD_ID), packed)
+
+    def output(self, own: OwnOutput) -> OwnOutput:
+        return own
 
 
 def _packed_isp(data: Data, split: SequenceSplit) -> PackedSequence:
@@ -74,7 +74,7 @@ def _packed_isp(data: Data, split: SequenceSplit) -> PackedSequence:
 
 
 def count_labels(
-    micro_batches: Sequence[OwnTokens], state: ParallelState, vocab_size: int, device: torch.device
+    micro_batches: Sequence[LabelledTokens], state: ParallelState, vocab_size: int, device: torch.device
 ) -> int:
     """Labels that are learned, of the whole step: all micro-batches of all ranks that have different tokens.
 
@@ -87,7 +87,7 @@ def count_labels(
     counts = torch.zeros(3, dtype=torch.int64, device=device)  # micro-batches, labels, ids outside the vocabulary
     counts[0] = len(micro_batches)
     for tokens in micro_batches:
-        learned = tokens.labels[tokens.labels != IGNORED]
+        learned = tokens.data[tokens.data != IGNORED]
         counts[1] += learned.numel()
         counts[2] += sum(((ids < 0) | (ids >= vocab_size)).sum() for ids in (tokens.input_ids, learned))
     everyone = [torch.empty_like(counts) for _ in range(state.megatron.dp_cp.size())]
@@ -100,36 +100,11 @@ def count_labels(
     return int(sum(labels))
 
 
-def token_forward_step(
-    gpt: GPTModel,
-    num_labels: int,
-    token_chunk: int,
-    data_iterator: Iterator[OwnTokens],
-    model: nn.Module,
-) -> tuple[Tensor, partial[Any]]:
-    """One micro-batch through this stage, for Megatron-Core's schedules; bind the first three arguments.
+def next_token_loss(num_labels: int, labels: Tensor, output: OwnOutput) -> Loss:
+    """Sum of the cross-entropies of this rank's labels `[b, s]`, divided by `num_labels`, those of the whole step.
 
-    The loss is the sum of this rank's cross-entropies divided by `num_labels`, the labels of the whole step.
+    Other ranks add those of their own labels, so the loss is a sum over the ranks of context parallelism too.
     """
-    tokens = next(data_iterator)
-    output = model(
-        input_ids=tokens.input_ids,
-        position_ids=None,  # They are part of the packed sequence.
-        attention_mask=None,
-        packed_seq_params=tokens.packed,
-    )
-    return output, partial(_token_loss, gpt, tokens.labels, num_labels, token_chunk)
-
-
-def _token_loss(
-    gpt: GPTModel, labels: Tensor, num_labels: int, token_chunk: int, output: Tensor, non_loss_data: bool = False
-) -> Any:
     learned = labels != IGNORED
-    targets = torch.where(learned, labels, 0)
-    log_probs, _ = gpt.head.log_probs(output, targets, temperature=1.0, chunk=token_chunk)
-    loss = -torch.where(learned, log_probs, 0.0).sum() / num_labels
-    metrics = {"loss": loss.detach().clone()}
-    if non_loss_data:
-        return metrics
-    # No tokens are reported to the schedule, so it divides by nothing: the loss is already normalised.
-    return loss, torch.zeros((), dtype=torch.int, device=loss.device), metrics
+    log_probs, _ = output.log_probs(torch.where(learned, labels, 0), temperature=1.0)
+    return -torch.where(learned, log_probs, 0.0).sum() / num_labels, {}

@@ -43,9 +43,7 @@ class ReferenceWorker(Worker):
         """`log_probs` and `entropy` of the response tokens, `[B, S-1]`."""
 
         def forward(data: DataProto, output: ModelOutput) -> dict[str, Tensor]:
-            log_probs, entropy = self.strategy.op_compute_log_probs_and_entropy(
-                output, data["input_ids"], data["response_mask"]
-            )
+            log_probs, entropy = output.log_probs_and_entropy(data["input_ids"], data["response_mask"])
             return {"log_probs": log_probs, "entropy": entropy}
 
         return _as_batch(self.strategy.forward_step(batch, forward))
@@ -85,7 +83,7 @@ class ActorWorker(TrainWorker):
     @register(Dispatch.DP_MP_DISPATCH_FIRST, fields=(*TOKENS, "log_probs", "advantages"))
     def train_policy(self, batch: DataProto, ppo: PPOSettings) -> Metrics:
         """One optimizer step of the policy loss."""
-        return self.strategy.train_step(batch, partial(policy_objective, self.strategy, ppo))
+        return self.strategy.train_step(batch, partial(policy_objective, ppo))
 
 
 class CriticWorker(TrainWorker):
@@ -96,14 +94,14 @@ class CriticWorker(TrainWorker):
         """`values` of the states before each response token, `[B, S-1]`."""
 
         def forward(data: DataProto, output: ModelOutput) -> dict[str, Tensor]:
-            return {"values": self.strategy.op_compute_values(output, data["response_mask"])}
+            return {"values": output.values(data["response_mask"])}
 
         return _as_batch(self.strategy.forward_step(batch, forward))
 
     @register(Dispatch.DP_MP_DISPATCH_FIRST, fields=(*TOKENS, "values", "returns"))
     def train_values(self, batch: DataProto, ppo: PPOSettings) -> Metrics:
         """One optimizer step of the value loss."""
-        return self.strategy.train_step(batch, partial(value_objective, self.strategy, ppo))
+        return self.strategy.train_step(batch, partial(value_objective, ppo))
 
 
 def _as_batch(results: dict[str, Tensor] | None) -> DataProto | None:

@@ -82,31 +82,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
-def token_results(strategy: Any, data: DataProto, output: Any) -> dict[str, Tensor]:
-    log_probs, entropy = strategy.op_compute_log_probs_and_entropy(output, data["input_ids"], data["attention_mask"])
+def token_results(data: DataProto, output: Any) -> dict[str, Tensor]:
+    log_probs, entropy = output.log_probs_and_entropy(data["input_ids"], data["attention_mask"])
     return {
         "log_probs": log_probs,
         "entropy": entropy,
-        "entropy_alone": strategy.op_compute_entropy(output, data["attention_mask"]),
-        "response_log_probs": strategy.op_compute_log_probs(output, data["input_ids"], data["response_mask"]),
+        "entropy_alone": output.entropy(data["attention_mask"]),
+        "response_log_probs": output.log_probs(data["input_ids"], data["response_mask"]),
     }
 
 
 def all_logits(strategy: MegatronInferStrategy, data: DataProto, output: Any) -> dict[str, Tensor]:
     """Logits at their rows, the vocabulary gathered over the tensor-parallel ranks."""
-    logits = strategy.op_compute_row_logits(output)
+    logits = output.row_logits()
     assert logits.shape == (*data["input_ids"].shape, strategy.model_config.vocab_size // strategy.state.tp.size())
     parts = [torch.empty_like(logits) for _ in range(strategy.state.tp.size())]
     dist.all_gather(parts, logits.contiguous(), group=strategy.state.tp)
     return {"logits": torch.cat(parts, dim=-1)}
 
 
-def squared_logits(strategy: Any, data: DataProto, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def squared_logits(data: DataProto, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """A loss of logits at their rows, in which each row and column counts differently.
 
     A rank computes it over its part of the vocabulary. The gradients, summed over the ranks, are those of the whole.
     """
-    logits = strategy.op_compute_row_logits(output)[:, :-1]
+    logits = output.row_logits()[:, :-1]
     return (logits.square() * data["weights"].unsqueeze(-1)).sum() / data.normalizers.tokens, {}
 
 
@@ -116,7 +116,7 @@ def gradients_of_logits(folder: Path, layout: dict[str, Any]) -> dict[str, Tenso
         strategy = MegatronTrainStrategy(config, state)
         strategy.initialize()
         batch = share_of(make_batch(), state.at.dp, state.degrees.dp)
-        strategy.train_step(batch if state.is_leader else DataProto(), partial(squared_logits, strategy))
+        strategy.train_step(batch if state.is_leader else DataProto(), squared_logits)
         return merge_stages(dict(strategy.gradients()))
 
 
@@ -130,14 +130,14 @@ def run_layout(folder: Path, layout: dict[str, Any], head: str) -> dict[str, Any
         if not state.is_leader:  # As dispatch does it: only leaders are given data.
             batch = batch.stub()
         if head == "lm":
-            results = strategy.forward_step(batch, partial(token_results, strategy))
+            results = strategy.forward_step(batch, token_results)
             logits = strategy.forward_step(batch, partial(all_logits, strategy))
             results = results | logits if results is not None and logits is not None else None
-            metrics = strategy.train_step(batch, partial(weighted_nll, strategy))
+            metrics = strategy.train_step(batch, weighted_nll)
         else:
             _set_value_head(strategy)
-            results = strategy.forward_step(batch, partial(value_results, strategy))
-            metrics = strategy.train_step(batch, partial(weighted_value_error, strategy))
+            results = strategy.forward_step(batch, value_results)
+            metrics = strategy.train_step(batch, weighted_value_error)
         gradients = merge_stages(dict(strategy.gradients()))
         return {
             "dp": state.at.dp,
@@ -148,8 +148,8 @@ def run_layout(folder: Path, layout: dict[str, Any], head: str) -> dict[str, Any
         }
 
 
-def value_results(strategy: Any, data: DataProto, output: Any) -> dict[str, Tensor]:
-    return {"values": strategy.op_compute_values(output, data["attention_mask"])}
+def value_results(data: DataProto, output: Any) -> dict[str, Tensor]:
+    return {"values": output.values(data["attention_mask"])}
 
 
 def _set_value_head(strategy: Any) -> None:
@@ -175,18 +175,18 @@ def _reference(folder: Path, head: str) -> dict[str, Any]:
     strategy.initialize()
     batch = make_batch()
     if head == "lm":
-        results = strategy.forward_step(batch, partial(token_results, strategy))
+        results = strategy.forward_step(batch, token_results)
         logits = strategy.forward_step(batch, lambda data, output: {"logits": output.tensor})["logits"]
         results["logits"] = torch.where(batch["attention_mask"].bool().unsqueeze(-1), logits, 0.0)
-        rows = strategy.forward_step(batch, lambda data, output: {"logits": strategy.op_compute_row_logits(output)})
+        rows = strategy.forward_step(batch, lambda data, output: {"logits": output.row_logits()})
         assert torch.equal(rows["logits"], results["logits"])
-        metrics = strategy.train_step(batch, partial(weighted_nll, strategy))
+        metrics = strategy.train_step(batch, weighted_nll)
     else:
         _set_value_head(strategy)
         with pytest.raises(ValueError, match="a model with head 'value' has no logits"):
-            strategy.forward_step(batch, lambda data, output: {"logits": strategy.op_compute_row_logits(output)})
-        results = strategy.forward_step(batch, partial(value_results, strategy))
-        metrics = strategy.train_step(batch, partial(weighted_value_error, strategy))
+            strategy.forward_step(batch, lambda data, output: {"logits": output.row_logits()})
+        results = strategy.forward_step(batch, value_results)
+        metrics = strategy.train_step(batch, weighted_value_error)
     return {"results": results, "metrics": metrics, "gradients": dict(strategy.gradients())}
 
 
@@ -230,7 +230,7 @@ def test_a_loss_of_row_logits_has_the_gradients_of_one_process(
 ) -> None:
     strategy = HfStrategy(settings(folder, "hf"))
     strategy.initialize()
-    strategy.train_step(make_batch(), partial(squared_logits, strategy))
+    strategy.train_step(make_batch(), squared_logits)
     expected = dict(strategy.gradients())
     for gradients in ranks.run(gradients_of_logits, folder, layout, world_size=world_size):
         assert gradients.keys() == expected.keys()

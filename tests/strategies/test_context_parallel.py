@@ -6,7 +6,6 @@ fewer than ranks, and RoPE whose base depends on the length of a row, which fill
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +60,14 @@ def one_loss_token(batch: DataProto) -> DataProto:
     return batch
 
 
-def log_probs_and_entropy(strategy: Any, data: DataProto, output: Any) -> dict[str, Tensor]:
-    log_probs, entropy = strategy.op_compute_log_probs_and_entropy(output, data["input_ids"], data["attention_mask"])
+def log_probs_and_entropy(data: DataProto, output: Any) -> dict[str, Tensor]:
+    log_probs, entropy = output.log_probs_and_entropy(data["input_ids"], data["attention_mask"])
     return {"log_probs": log_probs, "entropy": entropy}
 
 
-def loss_of_both(strategy: Any, data: DataProto, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def loss_of_both(data: DataProto, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Through log-probs and entropies, every token with a weight of its own."""
-    log_probs, entropy = strategy.op_compute_log_probs_and_entropy(output, data["input_ids"], data["response_mask"])
+    log_probs, entropy = output.log_probs_and_entropy(data["input_ids"], data["response_mask"])
     weighted = data["weights"] * (log_probs + entropy.square())
     return -weighted.sum() / data.normalizers.tokens, {"entropy": entropy.sum()}
 
@@ -90,12 +89,12 @@ def run_layouts(folder: Path, cp: int, layouts: list[dict[str, Any]]) -> list[di
             batch = rows_around_the_chunks(cp)
             given = batch if state.is_leader else batch.stub()
             outcome: dict[str, Any] = {
-                "results": strategy.forward_step(given, partial(log_probs_and_entropy, strategy)),
+                "results": strategy.forward_step(given, log_probs_and_entropy),
                 "steps": [],
             }
             for step_batch in (batch, one_loss_token(batch)):
                 given = step_batch if state.is_leader else step_batch.stub()
-                metrics = strategy.train_step(given, partial(loss_of_both, strategy))
+                metrics = strategy.train_step(given, loss_of_both)
                 outcome["steps"].append((metrics, merge_stages(dict(strategy.gradients()))))
             outcomes.append(outcome)
     return outcomes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,7 @@ class Run:
             batch = make_batch(seed=seed)
             if self.state is not None:
                 batch = batch.chunk(self.state.degrees.dp)[self.state.at.dp]
-            metrics = self.strategy.train_step(batch, partial(weighted_nll, self.strategy))
+            metrics = self.strategy.train_step(batch, weighted_nll)
             assert metrics["skipped_steps"] == 0
             rates.append(metrics["lr"])
         return rates

@@ -203,7 +203,7 @@ def documents_example(folder: Path, layout: dict[str, Any], run_model: bool) -> 
             seen["micro-batches"] = []
 
             def shapes(data: DataProto, output: Any) -> dict[str, torch.Tensor]:
-                logits = strategy.op_compute_row_logits(output)
+                logits = output.row_logits()
                 seen["micro-batches"].append((list(data["input_ids"].shape), list(logits.shape)))
                 return {"row": data["input_ids"][:, :1]}
 

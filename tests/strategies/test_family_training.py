@@ -8,7 +8,6 @@ Batch and loss are those of `tiny`; one job trains all families under a layout.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +64,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return written
 
 
-def log_probs(strategy: Any, data: DataProto, output: Any) -> dict[str, Tensor]:
-    return {"log_probs": strategy.op_compute_log_probs(output, data["input_ids"], data["attention_mask"])}
+def log_probs(data: DataProto, output: Any) -> dict[str, Tensor]:
+    return {"log_probs": output.log_probs(data["input_ids"], data["attention_mask"])}
 
 
 def train(strategy: Any, batch: DataProto) -> dict[str, Any]:
     """Log-probs before, then one step: its metrics and gradients, and the weights after it under the family's names."""
     strategy.initialize()
-    before = strategy.forward_step(batch, partial(log_probs, strategy))
-    metrics = strategy.train_step(batch, partial(weighted_nll, strategy))
+    before = strategy.forward_step(batch, log_probs)
+    metrics = strategy.train_step(batch, weighted_nll)
     gradients = {name: tensor.detach().clone() for name, tensor in strategy.gradients()}
     weights = {name: tensor for bucket in strategy.model_update(1 << 12) for name, tensor in bucket.items()}
     return {"log_probs": before, "metrics": metrics, "gradients": gradients, "weights": weights}
@@ -167,7 +166,7 @@ def load(folders: dict[str, Path], checkpoints: Path, layout: dict[str, Any]) ->
 
 def _train_and_save(strategy: MegatronTrainStrategy, checkpoint: Path) -> None:
     batch = make_batch() if strategy.state.is_leader else make_batch().stub()
-    strategy.train_step(batch, partial(weighted_nll, strategy))
+    strategy.train_step(batch, weighted_nll)
     strategy.save_checkpoint(checkpoint)
 
 

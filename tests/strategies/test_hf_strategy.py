@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ def weights(of: HfStrategy) -> dict[str, Tensor]:
 def train(model: HfStrategy, *seeds: int) -> None:
     loss = weighted_nll if model.settings.head == "lm" else weighted_value_error
     for seed in seeds:
-        assert model.train_step(make_batch(seed=seed), partial(loss, model))["skipped_steps"] == 0
+        assert model.train_step(make_batch(seed=seed), loss)["skipped_steps"] == 0
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])
@@ -120,7 +119,7 @@ def test_metrics_may_hang_on_the_graph(folder: Path, all_warnings: None) -> None
     model = strategy(folder)
 
     def loss(data: Any, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        value, _ = weighted_nll(model, data, output)
+        value, _ = weighted_nll(data, output)
         return value, {"twice": 2 * value}
 
     metrics = model.train_step(make_batch(), loss)

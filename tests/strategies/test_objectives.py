@@ -1,8 +1,6 @@
-"""The policy's objective with and without an entropy bonus, on a strategy that answers from a script."""
+"""The policy's objective with and without an entropy bonus, on an output that answers from a script."""
 
 from __future__ import annotations
-
-from typing import Any, cast
 
 import pytest
 import torch
@@ -10,23 +8,35 @@ from torch import Tensor
 
 from roll.config import KLSettings, PPOSettings
 from roll.protocol import DataProto, LossNormalizers
-from roll.strategies.base import ModelOutput, TrainStrategy
+from roll.strategies import ModelOutput
 from roll.strategies.objectives import policy_objective
 
 
-class Scripted:
+class Scripted(ModelOutput):
     """One row of two tokens; it counts how often their entropy is asked for."""
 
     def __init__(self) -> None:
-        self.log_probs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+        self.known = torch.tensor([[-1.0, -2.0]], requires_grad=True)
         self.entropies = 0
 
-    def op_compute_log_probs(self, output: ModelOutput, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        return self.log_probs
+    def log_probs(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.known
 
-    def op_compute_log_probs_and_entropy(self, *args: Any) -> tuple[Tensor, Tensor]:
+    def entropy(self, attention_mask: Tensor) -> Tensor:
         self.entropies += 1
-        return self.log_probs, torch.tensor([[0.5, 1.5]])
+        return torch.tensor([[0.5, 1.5]])
+
+    def log_probs_and_entropy(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        return self.known, self.entropy(attention_mask)
+
+    def values(self, attention_mask: Tensor) -> Tensor:
+        raise AssertionError("a policy has no values")
+
+    def logits(self) -> Tensor:
+        raise AssertionError("this loss needs no logits")
+
+    def row_logits(self) -> Tensor:
+        raise AssertionError("this loss needs no logits")
 
 
 def objective(entropy_coef: float) -> tuple[Scripted, Tensor, dict[str, Tensor]]:
@@ -41,19 +51,19 @@ def objective(entropy_coef: float) -> tuple[Scripted, Tensor, dict[str, Tensor]]
             "advantages": torch.tensor([[1.0, -3.0]]),
         }
     ).with_normalizers(LossNormalizers(tokens=2, sequences=1))
-    strategy = Scripted()
-    loss, metrics = policy_objective(cast(TrainStrategy, strategy), ppo, data, ModelOutput(torch.zeros(1)))
-    return strategy, loss, metrics
+    output = Scripted()
+    loss, metrics = policy_objective(ppo, data, output)
+    return output, loss, metrics
 
 
 def test_a_coefficient_of_zero_computes_no_entropy() -> None:
-    strategy, loss, metrics = objective(0.0)
-    assert strategy.entropies == 0 and "entropy" not in metrics
+    output, loss, metrics = objective(0.0)
+    assert output.entropies == 0 and "entropy" not in metrics
     assert loss.item() == pytest.approx((-1 + 3) / 2)  # Ratio 1.
 
 
 def test_the_bonus_is_its_coefficient_times_the_mean_entropy() -> None:
-    strategy, loss, metrics = objective(0.1)
-    assert strategy.entropies == 1
+    output, loss, metrics = objective(0.1)
+    assert output.entropies == 1
     assert metrics["entropy"].item() == pytest.approx(1.0)
     assert loss.item() == pytest.approx((-1 + 3) / 2 - 0.1 * 1.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +76,11 @@ def results(strategy: Any, padding: int) -> dict[str, Tensor]:
     batch = trained_batch(padding)
 
     def look_up(data: DataProto, output: Any) -> dict[str, Tensor]:
-        log_probs, entropy = strategy.op_compute_log_probs_and_entropy(output, data["input_ids"], data["response_mask"])
+        log_probs, entropy = output.log_probs_and_entropy(data["input_ids"], data["response_mask"])
         return {"log_probs": log_probs, "entropy": entropy}
 
     found = {name: x.clone() for name, x in strategy.forward_step(batch, look_up).items()}
-    metrics = strategy.train_step(batch, partial(weighted_nll, strategy))
+    metrics = strategy.train_step(batch, weighted_nll)
     found |= {f"gradient of {name}": gradient.clone() for name, gradient in strategy.gradients()}
     found |= {name: x.clone() for bucket in strategy.model_update(1 << 30) for name, x in bucket.items()}
     return found | {"loss": torch.tensor(metrics["loss"]), "norm": torch.tensor(metrics["grad_norm"])}

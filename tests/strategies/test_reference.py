@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ TINY_STEPS = OptimizerSettings(lr=1e-6)
 
 def train(strategy: Any, steps: int, loss: Any = None) -> list[dict[str, float]]:
     loss = loss or (weighted_nll if strategy.settings.head == "lm" else weighted_value_error)
-    return [strategy.train_step(batch_with_eos(seed), partial(loss, strategy)) for seed in range(steps)]
+    return [strategy.train_step(batch_with_eos(seed), loss) for seed in range(steps)]
 
 
 def batch_with_eos(seed: int = 0) -> DataProto:
@@ -52,8 +51,8 @@ def weights(strategy: Any) -> dict[str, Tensor]:
     return {name: tensor for bucket in strategy.model_update(1 << 20) for name, tensor in bucket.items()}
 
 
-def log_probs(strategy: Any, data: DataProto, output: Any) -> dict[str, Tensor]:
-    values, entropy = strategy.op_compute_log_probs_and_entropy(output, data["input_ids"], data["attention_mask"])
+def log_probs(data: DataProto, output: Any) -> dict[str, Tensor]:
+    values, entropy = output.log_probs_and_entropy(data["input_ids"], data["attention_mask"])
     return {"log_probs": values, "entropy": entropy}
 
 
@@ -72,21 +71,20 @@ def observed(strategy: Any, target: Path) -> dict[str, Any]:
     """All that a strategy does with one model, for comparison; the learning rate is that of `strategy`."""
     found: dict[str, Any] = {}
     if strategy.settings.head == "lm":
-        forward = partial(log_probs, strategy)
-        found["results"] = {n: strategy.forward_step(batch, forward) for n, batch in unusual_batches().items()}
+        found["results"] = {n: strategy.forward_step(batch, log_probs) for n, batch in unusual_batches().items()}
     found["metrics"] = train(strategy, 1)
     found["gradients"] = {name: gradient.clone() for name, gradient in strategy.gradients()}
     found["metrics"] += train(strategy, 5)
     found["weights"] = weights(strategy)
     for name, batch in unusual_batches().items():
         if strategy.settings.head == "lm":
-            found["metrics"].append(strategy.train_step(batch, partial(weighted_nll, strategy)))
+            found["metrics"].append(strategy.train_step(batch, weighted_nll))
             if name != "no rows":
                 found[f"gradients of {name}"] = {name: gradient.clone() for name, gradient in strategy.gradients()}
 
-    def exploding(strategy: Any, data: DataProto, output: Any) -> tuple[Tensor, dict[str, Any]]:
+    def exploding(data: DataProto, output: Any) -> tuple[Tensor, dict[str, Any]]:
         loss = weighted_nll if strategy.settings.head == "lm" else weighted_value_error
-        return loss(strategy, data, output)[0] * torch.inf, {"plain number": 0.5}
+        return loss(data, output)[0] * torch.inf, {"plain number": 0.5}
 
     before = weights(strategy)
     (broken,) = train(strategy, 1, exploding)
@@ -94,7 +92,7 @@ def observed(strategy: Any, target: Path) -> dict[str, Any]:
     found["unchanged"] = all(torch.equal(tensor, before[name]) for name, tensor in weights(strategy).items())
     unlearned = DataProto.from_dict({name: make_batch()[name] for name in ("input_ids", "attention_mask")})
     with pytest.raises(ValueError, match="needs `response_mask`"):
-        strategy.train_step(unlearned, partial(weighted_nll, strategy))
+        strategy.train_step(unlearned, weighted_nll)
     strategy.save_hf(target)
     found["written"] = {name: tensor.dtype for name, tensor in read_folder(target).items()}
     return found
@@ -212,7 +210,7 @@ def test_gradients_of_half_precision_are_added_up_in_fp32(tmp_path: Path) -> Non
     parts: list[dict[str, Tensor]] = []
 
     def loss(data: DataProto, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        value, metrics = weighted_nll(strategy, data, output)
+        value, metrics = weighted_nll(data, output)
         named = [(name, weight) for name, weight in strategy.trained.weights.items()]  # type: ignore[union-attr]
         gradients = torch.autograd.grad(value, [weight for _, weight in named], retain_graph=True)
         parts.append({name: gradient for (name, _), gradient in zip(named, gradients, strict=True)})

@@ -6,7 +6,6 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ def trained(folder: Path, layout: dict[str, Any]) -> Iterator[Any]:
         strategy = HfStrategy(config) if state is None else MegatronTrainStrategy(config, state)
         strategy.initialize()
         loss = weighted_nll if config.head == "lm" else weighted_value_error
-        strategy.train_step(make_batch(), partial(loss, strategy))
+        strategy.train_step(make_batch(), loss)
         yield strategy
 
 
@@ -51,7 +50,7 @@ def state_of(strategy: Any) -> dict[str, Tensor]:
 
 def save(folder: Path, layout: dict[str, Any], checkpoint: Path) -> None:
     with trained(folder, layout) as strategy:
-        strategy.train_step(make_batch(seed=1), partial(weighted_nll, strategy))
+        strategy.train_step(make_batch(seed=1), weighted_nll)
         strategy.save_checkpoint(checkpoint)
 
 

@@ -22,6 +22,7 @@ from roll.data import (
 )
 from roll.data.packs import IGNORED
 from roll.data.sources.lists import ListSource
+from roll.errors import UserError
 from roll.parallel.state import ParallelState, parallel_groups
 from roll.strategies import HfStrategy, MegatronTrainStrategy
 from tests.layouts import name_of
@@ -164,6 +165,32 @@ def test_micro_num_and_micro_bsz_share_the_work_and_nothing_else(ranks: RankPool
     for other in others:
         assert other["metrics"]["loss"] == pytest.approx(first["metrics"]["loss"], rel=1e-6)
         assert_same_gradients(other["gradients"], first["gradients"])
+
+
+def test_the_temperature_of_rollouts_is_not_that_of_labels(ranks: RankPool, folder: Path) -> None:
+    plain, hot = (
+        ranks.run(one_step, folder, layout, sentences(8), PACK, 2, world_size=1)[0]
+        for layout in ({}, {"temperature": 0.5})
+    )
+    assert hot["metrics"] == plain["metrics"]
+
+
+def refused_head(folder: Path) -> list[str]:
+    config = settings(folder, head="value")
+    with parallel_groups(config.parallel) as state:
+        strategy = MegatronTrainStrategy(config, state)
+        strategy.initialize()
+        told = []
+        for learn in (strategy.train_tokens, strategy.token_loss):
+            with pytest.raises(UserError) as refusal:
+                learn([])
+            told.append(str(refusal.value))
+        return told
+
+
+def test_a_value_head_learns_no_tokens(ranks: RankPool, folder: Path) -> None:
+    (told,) = ranks.run(refused_head, folder, world_size=1)
+    assert told == ["a model with head 'value' has no logits, log-probs or entropies; one with head 'lm' has"] * 2
 
 
 def steps_without_labels(folder: Path, layout: dict[str, Any]) -> list[dict[str, float]]:

@@ -73,7 +73,7 @@ def update_of_rank(
             torch.nn.init.constant_(strategy.gpt.output_layer.weight, 0.1)
         share = make_experience().select_idxs(list(plan.rows[state.at.dp])).with_plan(plan)
         loss = policy_objective if objective == "policy" else value_objective
-        metrics = strategy.train_step(share, partial(loss, strategy, ppo_settings(loss_agg=mode)))
+        metrics = strategy.train_step(share, partial(loss, ppo_settings(loss_agg=mode)))
         return {"metrics": metrics, "gradients": merge_stages(dict(strategy.gradients()))}
 
 
@@ -105,14 +105,14 @@ def on_policy_ratio(folder: Path, layout: dict[str, Any]) -> dict[str, float]:
         batch = make_experience()
 
         def forward(data: DataProto, output: Any) -> dict[str, Tensor]:
-            return {"log_probs": strategy.op_compute_log_probs(output, data["input_ids"], data["response_mask"])}
+            return {"log_probs": output.log_probs(data["input_ids"], data["response_mask"])}
 
         # As the driver does it: results come from the rank that reports, the next batch goes to the leader.
         old = merge_stages(strategy.forward_step(with_plan(batch, 1, MicroBatchSettings(rows=6)), forward) or {})
         seen: list[float] = []
 
         def loss(data: DataProto, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
-            new = strategy.op_compute_log_probs(output, data["input_ids"], data["response_mask"])
+            new = output.log_probs(data["input_ids"], data["response_mask"])
             mask = data["response_mask"][:, 1:].bool()
             ratio = (new - data["log_probs"]).exp()[mask]
             seen.append(float((ratio - 1).abs().max()) if len(ratio) else 0.0)
@@ -140,19 +140,19 @@ def weights_after_updates(folder: Path, layout: dict[str, Any]) -> dict[str, Any
         strategy.initialize()
         syncs = []
         for seed in (0, 1):
-            strategy.train_step(make_batch(seed=seed), partial(weighted_nll, strategy))
+            strategy.train_step(make_batch(seed=seed), weighted_nll)
             streamed: dict[str, Tensor] = {}
             largest = 0
             for bucket in strategy.model_update(bucket_bytes=20_000):
                 largest = max(largest, len(bucket))
                 streamed |= bucket
-            results = strategy.forward_step(make_batch(), partial(plain_log_probs, strategy))
+            results = strategy.forward_step(make_batch(), plain_log_probs)
             syncs.append({"weights": merge_stages(streamed), "log_probs": results, "largest": largest})
         return {"syncs": syncs, "reports": state.is_reporter}
 
 
-def plain_log_probs(strategy: Any, data: DataProto, output: Any) -> dict[str, Tensor]:
-    return {"log_probs": strategy.op_compute_log_probs(output, data["input_ids"], data["attention_mask"])}
+def plain_log_probs(data: DataProto, output: Any) -> dict[str, Tensor]:
+    return {"log_probs": output.log_probs(data["input_ids"], data["attention_mask"])}
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_the_rollout_model_follows_two_updates(
     for sync in reporter["syncs"]:
         assert 1 < sync["largest"] < len(sync["weights"]), "several buckets of several tensors each"
         rollout.update_weights(sync["weights"])
-        theirs = rollout.forward_step(make_batch(), partial(plain_log_probs, rollout))["log_probs"]
+        theirs = rollout.forward_step(make_batch(), plain_log_probs)["log_probs"]
         torch.testing.assert_close(theirs, sync["log_probs"]["log_probs"], rtol=0, atol=1e-5)
     first, second = (sync["log_probs"]["log_probs"] for sync in reporter["syncs"])
     assert (first - second).abs().max() > 1e-2, "the updates changed the model"
@@ -192,7 +192,7 @@ def continued(folder: Path, layout: dict[str, Any], checkpoint: Path, stages: tu
                 for step in range(3):
                     batch = make_batch(seed=step + (10 if "save" in stages or "load" in stages else 0))
                     batch = batch.chunk(state.degrees.dp)[state.at.dp]
-                    steps.append(strategy.train_step(batch, partial(weighted_nll, strategy)))
+                    steps.append(strategy.train_step(batch, weighted_nll))
         weights: dict[str, Tensor] = {}
         for bucket in strategy.model_update(1 << 20):
             weights |= bucket
@@ -271,10 +271,10 @@ def degenerate_steps(folder: Path, layout: dict[str, Any]) -> Any:
         before = weights()
         no_tokens = make_batch().clone()
         no_tokens["response_mask"].zero_()
-        empty = strategy.train_step(no_tokens, partial(weighted_nll, strategy))
+        empty = strategy.train_step(no_tokens, weighted_nll)
 
         def exploding(data: DataProto, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
-            loss, metrics = weighted_nll(strategy, data, output)
+            loss, metrics = weighted_nll(data, output)
             return loss * float("nan"), metrics
 
         broken = strategy.train_step(make_batch(), exploding)
@@ -284,7 +284,7 @@ def degenerate_steps(folder: Path, layout: dict[str, Any]) -> Any:
         partly = make_batch().clone()
         partly["response_mask"][3:] = 0
         share = partly.chunk(state.degrees.dp)[state.at.dp]
-        good = strategy.train_step(share, partial(weighted_nll, strategy))
+        good = strategy.train_step(share, weighted_nll)
         return {"empty": empty, "broken": broken, "unchanged": unchanged, "good": good, "reports": state.is_reporter}
 
 
@@ -314,7 +314,7 @@ def refused_batch(folder: Path, layout: dict[str, Any], kind: str) -> str:
         if not state.is_leader:
             batch = batch.stub()
         with pytest.raises(ValueError, match="row") as refusal:
-            strategy.forward_step(batch, partial(plain_log_probs, strategy))
+            strategy.forward_step(batch, plain_log_probs)
         return str(refusal.value)
 
 
@@ -341,7 +341,7 @@ def refused_share(folder: Path, layout: dict[str, Any]) -> list[str]:
         for batch in (bad, without_mask):
             share = batch.chunk(state.degrees.dp)[state.at.dp]
             with pytest.raises(ValueError) as refusal:  # noqa: PT011 - the message is what is returned
-                strategy.train_step(share, partial(weighted_nll, strategy))
+                strategy.train_step(share, weighted_nll)
             messages.append(str(refusal.value))
     return messages
 
@@ -362,10 +362,10 @@ def step_with_budget(folder: Path, layout: dict[str, Any]) -> dict[str, float]:
         strategy = MegatronTrainStrategy(config, state)
         strategy.initialize()
         share = make_batch().chunk(state.degrees.dp)[state.at.dp]
-        results = strategy.forward_step(share, partial(plain_log_probs, strategy))
+        results = strategy.forward_step(share, plain_log_probs)
         assert results is not None
         assert len(results["log_probs"]) == len(share)
-        return strategy.train_step(share, partial(weighted_nll, strategy))
+        return strategy.train_step(share, weighted_nll)
 
 
 def test_shares_that_gather_weights_together_may_need_unequal_numbers_of_micro_batches(
@@ -414,10 +414,10 @@ def results_without_rows(folder: Path) -> dict[str, Any]:
         share = make_batch()[:6] if state.at.dp == 0 else make_batch()[:0]
 
         def forward(data: DataProto, output: Any) -> dict[str, Tensor]:
-            return {"log_probs": strategy.op_compute_log_probs(output, data["input_ids"], data["attention_mask"])}
+            return {"log_probs": output.log_probs(data["input_ids"], data["attention_mask"])}
 
         shape = tuple(strategy.forward_step(share, forward)["log_probs"].shape)
-        return {"shape": shape, "metrics": strategy.train_step(share, partial(weighted_nll, strategy))}
+        return {"shape": shape, "metrics": strategy.train_step(share, weighted_nll)}
 
 
 def test_a_share_without_rows_takes_part_in_the_step(ranks: RankPool, folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +40,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
-def log_probs(strategy: Any, data: DataProto, output: Any) -> dict[str, Tensor]:
-    return {"log_probs": strategy.op_compute_log_probs(output, data["input_ids"], data["attention_mask"])}
+def log_probs(data: DataProto, output: Any) -> dict[str, Tensor]:
+    return {"log_probs": output.log_probs(data["input_ids"], data["attention_mask"])}
 
 
 def run_plans(folder: Path, layout: dict[str, Any]) -> list[dict[str, Any]]:
@@ -58,8 +57,8 @@ def run_plans(folder: Path, layout: dict[str, Any]) -> list[dict[str, Any]]:
                 assert batch.plan is not None
                 share = batch.select_idxs(list(batch.plan.rows[state.at.dp])).with_plan(batch.plan)
                 share = share if state.is_leader else share.stub()
-                results = strategy.forward_step(share, partial(log_probs, strategy))
-                metrics = strategy.train_step(share, partial(weighted_nll, strategy))
+                results = strategy.forward_step(share, log_probs)
+                metrics = strategy.train_step(share, weighted_nll)
                 gradients = merge_stages(dict(strategy.gradients())) if not metrics["skipped_steps"] else {}
                 outcomes.append(
                     {
@@ -81,8 +80,8 @@ def reference(folder: Path) -> dict[int, dict[str, Any]]:
     found = {}
     for rows in ROWS:
         batch = make_batch(6)[:rows]
-        results = strategy.forward_step(batch, partial(log_probs, strategy))
-        metrics = strategy.train_step(batch, partial(weighted_nll, strategy))
+        results = strategy.forward_step(batch, log_probs)
+        metrics = strategy.train_step(batch, weighted_nll)
         gradients = {name: gradient.clone() for name, gradient in strategy.gradients()} if rows else {}
         found[rows] = {"log_probs": results["log_probs"], "metrics": metrics, "gradients": gradients}
     return found
@@ -126,15 +125,15 @@ def test_the_reference_takes_empty_micro_batches_too(folder: Path, head: str) ->
     plan = plan_micro_batches([6, 7, 8], 1, rows=1, multiple_of=4)
     assert plan.shares == (((0,), (1,), (2,), ()),)
     whole = make_batch(6)[:3]
-    expected = strategy.train_step(whole, partial(loss, strategy))
+    expected = strategy.train_step(whole, loss)
     gradients = {name: gradient.clone() for name, gradient in strategy.gradients()}
-    metrics = strategy.train_step(whole.with_plan(plan), partial(loss, strategy))
+    metrics = strategy.train_step(whole.with_plan(plan), loss)
     assert metrics == pytest.approx(expected, rel=1e-6)
     for name, gradient in strategy.gradients():
         # Sums of fp32 in another order.
         torch.testing.assert_close(gradient, gradients.pop(name), rtol=1e-5, atol=1e-6)
     assert not gradients
     if head == "lm":
-        results = strategy.forward_step(whole.with_plan(plan), partial(log_probs, strategy))
-        one_by_one = strategy.forward_step(whole, partial(log_probs, strategy))
+        results = strategy.forward_step(whole.with_plan(plan), log_probs)
+        one_by_one = strategy.forward_step(whole, log_probs)
         torch.testing.assert_close(results["log_probs"], one_by_one["log_probs"], rtol=1e-6, atol=1e-5)

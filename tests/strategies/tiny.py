@@ -79,17 +79,17 @@ def share_of(batch: DataProto, dp_rank: int, dp_size: int) -> DataProto:
     return batch.chunk(dp_size)[dp_rank]
 
 
-def weighted_nll(strategy: Any, data: DataProto, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def weighted_nll(data: DataProto, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """A loss in which every response token counts differently, so that no misplaced token can hide."""
     mask = data["response_mask"][:, 1:]
-    log_probs = strategy.op_compute_log_probs(output, data["input_ids"], data["response_mask"])
+    log_probs = output.log_probs(data["input_ids"], data["response_mask"])
     loss = -(log_probs * data["weights"] * mask).sum() / data.normalizers.tokens
     return loss, {"tokens": mask.sum()}
 
 
-def weighted_value_error(strategy: Any, data: DataProto, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def weighted_value_error(data: DataProto, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
     mask = data["response_mask"][:, 1:]
-    values = strategy.op_compute_values(output, data["response_mask"])
+    values = output.values(data["response_mask"])
     return ((values - data["weights"]).square() * mask).sum() / data.normalizers.tokens, {}
 
 
