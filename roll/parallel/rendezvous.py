@@ -61,3 +61,14 @@ def join(backend: str, timeout: timedelta | None = None) -> None:
     except dist.DistNetworkError as error:  # The port is taken, or nobody listens there.
         place = f"MASTER_ADDR {os.environ['MASTER_ADDR']}, MASTER_PORT {os.environ['MASTER_PORT']}"
         raise UserError(f"{place}: the ranks cannot meet there: {str(error).splitlines()[0]}") from error
+    await_all()
+
+
+def await_all() -> None:
+    """Return when every rank has made the groups that this one has made.
+
+    Gloo connects the ranks of a group when it is made, and torch does not wait for slower ranks. Without this, a rank
+    that leaves its groups at once breaks the connections that the others are still making. NCCL connects later.
+    """
+    if dist.get_backend() == "gloo":
+        dist.barrier()

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from roll.config import Mode, ParallelSettings
 from roll.errors import UserError
 from roll.parallel.degrees import ParallelDegrees, RankCoordinates
-from roll.parallel.rendezvous import join
+from roll.parallel.rendezvous import await_all, join
 from roll.platform import get_platform
 
 if TYPE_CHECKING:
@@ -134,6 +134,7 @@ def init_parallel(settings: ParallelSettings, *, timeout_s: float = 600.0) -> Pa
     _fill_rng_tracker()
     groups = ProcessGroupCollection.use_mpu_process_groups()
     weight_mesh = _weight_mesh(degrees, timeout_s) if settings.mode == "isp" else None
+    await_all()
     return ParallelState(settings.mode, degrees, dist.get_rank(), groups, weight_mesh)
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from roll.parallel.rendezvous import await_all
 from roll.parallel.sequence.agreement import agree
 from roll.platform import get_platform
 
@@ -76,6 +77,7 @@ def init_sequence_parallel(
     layout = torch.arange(ranks).view(-1, size)
     sequence, _ = dist.new_subgroups_by_enumeration(layout.tolist(), timeout=timeout)
     data, _ = dist.new_subgroups_by_enumeration(layout.t().tolist(), timeout=timeout)
+    await_all()
     mesh = DeviceMesh.from_group(
         [data, sequence], get_platform().name, mesh=layout.tolist(), mesh_dim_names=("data", "sequence")
     )

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from roll.config import ParallelSettings
 from roll.parallel.sequence import (
     SequenceParallelSampler,
     destroy_sequence_parallel,
@@ -26,6 +30,7 @@ from roll.parallel.sequence import (
     sequence_parallel_groups,
     split_for_sequence_parallel,
 )
+from roll.parallel.state import parallel_groups
 from tests.rank_pool import RankPool
 
 
@@ -174,3 +179,30 @@ def ended_with_torch_distributed() -> str:
 def test_groups_end_with_torch_distributed(ranks: RankPool) -> None:
     (text,) = ranks.run(ended_with_torch_distributed, world_size=1)
     assert text.startswith("RuntimeError: the sequence-parallel groups ended with torch.distributed")
+
+
+def made_when_init_returned(make: Callable[[], AbstractContextManager[object]], rounds: int) -> list[int]:
+    """How many ranks had made their last group when `make` gave this rank its groups."""
+    store, counts, new_group = dist.distributed_c10d._get_default_store(), [], dist.new_group
+    for number in range(rounds):
+        made = 0
+
+        def counted(*args: Any, number: int = number, **kwargs: Any) -> Any:
+            nonlocal made
+            group, made = new_group(*args, **kwargs), made + 1
+            store.set(f"{number}/{dist.get_rank()}", str(made))
+            return group
+
+        where = "torch.distributed.new_group", "torch.distributed.distributed_c10d.new_group"
+        with patch(where[0], counted), patch(where[1], counted), make():
+            keys = [f"{number}/{rank}" for rank in range(dist.get_world_size())]
+            counts.append(sum(store.check([key]) and int(store.get(key)) == made for key in keys))
+    return counts
+
+
+@pytest.mark.parametrize("make", [partial(sequence_parallel_groups, 4), partial(parallel_groups, ParallelSettings())])
+def test_no_rank_goes_on_before_all_have_made_their_groups(
+    ranks: RankPool, make: Callable[[], AbstractContextManager[object]]
+) -> None:
+    """Else one that leaves at once would break the connections that slower ranks are making."""
+    assert ranks.run(made_when_init_returned, make, 8, world_size=4) == [[4] * 8] * 4
