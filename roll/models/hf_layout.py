@@ -1,6 +1,6 @@
 """The tensors of a model under InternLM2's names in the Hugging Face layout, which are the canonical ones here.
 
-`roll.models.families` has what other families call them.
+`roll.families` has what other families call them.
 """
 
 from __future__ import annotations

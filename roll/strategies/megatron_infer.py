@@ -26,7 +26,7 @@ from roll.data.micro_batches import check_dealt, cut_micro_batches, join_results
 from roll.data.packing import PackedRows, pack_rows
 from roll.data.sequence_split import HeldTokens, SequenceSplit
 from roll.errors import UserError
-from roll.models.internlm2 import build_internlm2
+from roll.models.gpt import build_model
 from roll.models.packed_sequence import PackedSequence
 from roll.parallel.degrees import ParallelDegrees
 from roll.parallel.sequence_gather import gather_sequence
@@ -68,7 +68,7 @@ class MegatronInferStrategy(InferenceStrategy):
     def __init__(self, settings: StrategySettings, state: ParallelState) -> None:
         super().__init__(settings)
         self.state = state
-        self.model_config = ModelConfig.from_folder(settings.model_path)
+        self.model_config = ModelConfig.from_folder(settings.model_path, settings.family)
         self._check_degrees()
         self.device = get_platform().device()
         self.split = SequenceSplit(settings.parallel, state.cp.rank())
@@ -99,7 +99,7 @@ class MegatronInferStrategy(InferenceStrategy):
         source = tensor_source(
             settings.model_path, self.model_config, init=settings.init, head=settings.head, seed=settings.seed
         )
-        self.gpt = build_internlm2(
+        self.gpt = build_model(
             self.model_config,
             settings.parallel,
             self.state,
