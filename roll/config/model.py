@@ -1,4 +1,4 @@
-"""The architecture of a model: InternLM2 or one of its relatives, under the names of its Hugging Face config.json."""
+"""The architecture of a model of any family, under the names that most Hugging Face config.json files use."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _equal_share(sizes: Mapping[str, Any]) -> int:
 
 
 class ModelConfig(Settings):
-    """An InternLM2 or a relative: decoder-only, RMSNorm, SwiGLU, RoPE, grouped-query attention."""
+    """A decoder-only model with RMSNorm, SwiGLU, RoPE and grouped-query attention."""
 
     model_type: FamilyName = "internlm2"
     """The family: what config.json and the tensors are called, and which parts the network has. One of your own is
@@ -65,8 +65,8 @@ class ModelConfig(Settings):
     tie_word_embeddings: bool = False
     """Whether the output layer is the embedding."""
     bias: bool = False
-    """Whether q, k, v and the attention's output have biases: `bias` of InternLM2's config.json, `attention_bias` of
-    Llama's and Qwen3's. Qwen2's q, k and v have biases without it."""
+    """Whether q, k, v and the attention's output have biases. Its key in config.json is the family's; q, k and v of
+    Qwen2 have biases without it."""
     bos_token_id: NonNegativeInt | None = None
     """Id of the begin-of-sequence token; null: whatever the tokenizer says."""
     eos_token_id: NonNegativeInt | Annotated[tuple[NonNegativeInt, ...], Strict(False)] | None = None

@@ -56,7 +56,7 @@ class PackedOutput(ModelOutput):
 
 
 class MegatronInferStrategy(InferenceStrategy):
-    """Forward passes of an InternLM2 or a relative, under every mode with pipeline and data parallelism.
+    """Forward passes of a model of any family, under every mode with pipeline and data parallelism.
 
     Every rank of the world constructs one with the same settings and calls the same methods in the same order.
 

@@ -20,6 +20,7 @@ BOXES = Family(
         "rope_scaling": "rotary_scaling",
         "tie_word_embeddings": "share_embedding",
         "bias": "attn_bias",
+        "eos_token_id": "stop_ids",
     },
     tensors={
         EMBEDDING: "transformer.wte.weight",

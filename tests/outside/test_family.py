@@ -15,10 +15,12 @@ import pytest
 from safetensors.torch import load_file
 
 from roll.config import ConfigError, ModelConfig, ModelSource, PPOConfig, SFTConfig, StrategySettings, load_config
+from roll.data.tokenizer import build_char_tokenizer
 from roll.errors import UserError
 from roll.families import FAMILIES, Family, find_family
 from roll.families.registry import SHARED, stand_in
 from roll.families.tensors import EMBEDDING, QK_NORMS, WO_BIAS, WQKV, WQKV_BIAS
+from roll.pipelines.end_tokens import end_token_ids
 from roll.strategies import HfStrategy
 from tests.families import OUTSIDE
 from tests.outside.boxes import BOXES
@@ -130,6 +132,14 @@ def test_the_settings_of_runs_hand_it_on(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=f"(?m)^{line}"):
             load_config(PPOConfig, ppo, changes)
+
+
+def test_its_key_of_end_tokens_is_read(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "model", vocab_size=96, stop_ids=[5, -1, 7], eos_token_id=9)
+    changes = ["warm_start=null", f"model_path={folder}", f"family={OUTSIDE}"]
+    config = load_config(PPOConfig, EXAMPLES / "ppo_cpu.yaml", changes)
+    assert config.architecture.eos_token_id == (5, 7)
+    assert end_token_ids(config, build_char_tokenizer()) == (2, 5, 7)  # 2 is the tokenizer's
 
 
 def test_a_model_from_random_weights_is_written_under_its_names(tmp_path: Path) -> None:
