@@ -173,7 +173,10 @@ def check_outcome(name: str, outcome: dict[str, Any], reference: dict[str, Any],
 
 
 def save_and_load(folder: Path, checkpoint: Path, dtype: str) -> list[dict[str, Tensor]]:
-    """A checkpoint of tp 2 whose untrained weights are others than the seed's, loaded into mode isp."""
+    """A checkpoint of tp 2 whose untrained weights are others than the seed's, loaded into mode isp and into pp 2.
+
+    Mode isp loads in place; in bfloat16, pp 2 is loaded by way of an fp32 copy.
+    """
     config = settings(folder, tp=2, dtype=dtype)
     outcomes = []
     with some_untrained(), parallel_groups(config.parallel) as state:
@@ -186,20 +189,22 @@ def save_and_load(folder: Path, checkpoint: Path, dtype: str) -> list[dict[str, 
         saved.train_step(make_batch() if state.is_leader else make_batch().stub(), partial(weighted_nll, saved))
         saved.save_checkpoint(checkpoint)
         outcomes.append(merge_stages(weights_of(saved)))
-    config = settings(folder, mode="isp", wp=2, dtype=dtype)
-    with some_untrained(), parallel_groups(config.parallel) as state:
-        loaded = MegatronTrainStrategy(config, state)
-        loaded.initialize()
-        loaded.load_checkpoint(checkpoint)
-        outcomes.append(merge_stages(weights_of(loaded)))
+    for layout in ({"mode": "isp", "wp": 2}, {"pp": 2}):
+        config = settings(folder, dtype=dtype, **layout)
+        with some_untrained(), parallel_groups(config.parallel) as state:
+            loaded = MegatronTrainStrategy(config, state)
+            loaded.initialize()
+            loaded.load_checkpoint(checkpoint)
+            outcomes.append(merge_stages(weights_of(loaded)))
     return outcomes
 
 
 def test_a_checkpoint_keeps_them(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
     for dtype in ("float32", "bfloat16"):
-        for saved, loaded in ranks.run(save_and_load, folder, tmp_path / dtype, dtype, world_size=2):
-            assert saved.keys() == loaded.keys()
-            assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items()), dtype
+        for saved, *others in ranks.run(save_and_load, folder, tmp_path / dtype, dtype, world_size=2):
+            for loaded in others:
+                assert saved.keys() == loaded.keys()
+                assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items()), dtype
     with some_untrained():
         saver, loader = HfStrategy(settings(folder, "hf")), HfStrategy(settings(folder, "hf", seed=8))
         saver.initialize()
