@@ -27,7 +27,7 @@ from roll.checkpoint.hf import load_weights
 from roll.checkpoint.tensor_sources import tensor_source
 from roll.config import ModelConfig, ParallelSettings
 from roll.data.sequence_split import SequenceSplit
-from roll.models.internlm2 import build_internlm2, core_attention
+from roll.models.gpt import build_model, core_attention
 from roll.models.packed_sequence import PackedSequence
 from roll.parallel.state import ParallelState, parallel_groups
 
@@ -118,7 +118,7 @@ def peak(state: ParallelState, parallel: ParallelSettings, tokens: int) -> int:
         num_key_value_heads=4,
         max_position_embeddings=tokens,
     )
-    gpt = build_internlm2(model, parallel, state, dtype=torch.float32, head="lm")
+    gpt = build_model(model, parallel, state, dtype=torch.float32, head="lm")
     load_weights(gpt, tensor_source(Path(), model, init="random", head="lm", seed=0), state)
     packed = PackedSequence.packed(torch.tensor([0, tokens]), SequenceSplit(parallel, state.cp.rank()))
     ids = packed.own(torch.zeros(1, tokens, dtype=torch.long))

@@ -83,12 +83,12 @@ def show(model: ModelConfig, parallel: ParallelSettings, args: argparse.Namespac
     with get_platform().quiet_megatron():
         from roll.checkpoint.hf import load_weights
         from roll.checkpoint.tensor_sources import tensor_source
+        from roll.models.gpt import build_model
         from roll.models.inspection import forward_shapes, local_shapes, module_tree
-        from roll.models.internlm2 import build_internlm2
         from roll.models.packed_sequence import PackedSequence
         from roll.parallel.state import parallel_groups
     with parallel_groups(parallel) as state:
-        gpt = build_internlm2(model, parallel, state, dtype=torch.float32, head="lm").eval()
+        gpt = build_model(model, parallel, state, dtype=torch.float32, head="lm").eval()
         load_weights(gpt, tensor_source(Path(), model, init="random", head="lm", seed=0), state)
         lines = [*module_tree(gpt), "", "part of each tensor on rank 0:"]
         lines += [f"  {name:<44}{list(shape)}" for name, shape in local_shapes(gpt, state).items()]

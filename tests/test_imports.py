@@ -23,6 +23,7 @@ def loaded_by(statement: str, candidates: list[str]) -> list[str]:
     ("statement", "forbidden"),
     [
         ("import roll", ["torch", "ray", "megatron", "transformers", "pydantic"]),
+        ("import roll.families", ["torch", "ray", "megatron", "transformers", "pydantic"]),
         ("import roll.config", ["torch", "ray", "megatron", "transformers"]),
         ("import roll.protocol", ["ray", "megatron", "transformers"]),
         ("from roll.protocol import DataProtoFuture, from_verl", ["ray", "megatron", "transformers", "verl"]),

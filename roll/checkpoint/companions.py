@@ -168,6 +168,7 @@ def _write_config(file: Path, config: ModelConfig, dtype: torch.dtype, source: P
 def _config_of(source: Path, config: ModelConfig) -> dict[str, Any] | None:
     """The content of the folder's config.json; None if it describes another model, or none."""
     try:
-        return read_config_json(source) if ModelConfig.from_folder(source) == config else None
+        same = ModelConfig.from_folder(source, config.model_type) == config
+        return read_config_json(source) if same else None
     except ConfigError:
         return None

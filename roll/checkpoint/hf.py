@@ -18,7 +18,7 @@ from roll.checkpoint.folders import Kind, new_folder, on_every_rank, on_rank_0
 from roll.checkpoint.hf_writer import MAX_SHARD_BYTES, ShardWriter, write_index
 from roll.checkpoint.tensor_sources import TensorSource
 from roll.config import ModelConfig, expand_path
-from roll.models.families import to_family
+from roll.models.family_tensors import to_family
 from roll.models.hf_mapping import export_hf_tensors, mapped_parameters
 from roll.parallel.state import ParallelState
 
@@ -28,7 +28,7 @@ def load_weights(model: GPTModel, source: TensorSource, state: ParallelState) ->
     with torch.no_grad():
         for mapped in mapped_parameters(model, state.mode):
             for name, part in zip(mapped.hf_names, mapped.parts(), strict=True):
-                part.copy_(source.part(name, mapped.dim, state.weights.rank(), state.weights.size()))
+                part.copy_(source.part(name, mapped.dim, *mapped.place(state)))
 
 
 def save_hf(

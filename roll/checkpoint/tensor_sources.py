@@ -17,7 +17,8 @@ from torch import Tensor
 from roll.checkpoint.weight_files import WeightFiles
 from roll.config import ModelConfig, expand_path
 from roll.errors import UserError
-from roll.models.families import EMBEDDING, OUTPUT, TENSOR_NAMES, family_shapes, join_qkv
+from roll.families.tensors import EMBEDDING, OUTPUT, VALUE_HEAD
+from roll.models.family_tensors import family_shapes, join_qkv
 from roll.models.hf_layout import hf_shapes
 
 COMPARED_ROWS = 4096
@@ -41,14 +42,15 @@ class HfFolder:
     def __init__(self, folder: str | Path, model: ModelConfig) -> None:
         self.folder = folder = expand_path(folder)
         self.model = model
-        self.names = TENSOR_NAMES[model.model_type]
+        self.family = model.family
+        self.names = model.family.names
         self._files = WeightFiles(folder)
         self._stored = {self._full_name(name): name for name in self._files.names()}
 
     def _full_name(self, name: str) -> str:
-        """The family's name of a stored tensor: files that hold a model without its output leave `model.` out."""
-        full = f"model.{name}"
-        return full if self.names.canonical(full) is not None or self.names.is_computed(full) else name
+        """The family's name of a stored tensor: files that hold a model without its output leave its beginning out."""
+        full = self.family.base_prefix + name
+        return full if self.names.canonical(full) is not None or self.family.is_computed(full) else name
 
     def check(self, head: str) -> None:
         """Compare names and shapes with the model's.
@@ -62,8 +64,10 @@ class HfFolder:
         expected, found = family_shapes(self.model, head), self.shapes()
         (output,), (embedding,) = self.names.of(OUTPUT), self.names.of(EMBEDDING)
         tied = head == "lm" and self.model.tie_word_embeddings
-        optional = {"v_head.weight", output} if head == "value" or tied else {"v_head.weight"}
-        unknown = sorted(name for name in found.keys() - expected.keys() - optional if not self.names.is_computed(name))
+        optional = {VALUE_HEAD, output} if head == "value" or tied else {VALUE_HEAD}
+        unknown = sorted(
+            name for name in found.keys() - expected.keys() - optional if not self.family.is_computed(name)
+        )
         problems = [f"missing: {name}" for name in sorted(expected.keys() - found.keys() - optional)]
         problems += [f"unknown: {name}" for name in unknown]
         if tied:
@@ -106,7 +110,7 @@ class HfFolder:
 
     def _part(self, name: str, dim: int | None, index: int, count: int) -> Tensor:
         if name not in self._stored:
-            assert name == "v_head.weight", name  # `check` has refused everything else.
+            assert name == VALUE_HEAD, name  # `check` has refused everything else.
             return torch.zeros(())
         if dim is None:
             return self._read(name, None)
@@ -140,7 +144,7 @@ class RandomTensors:
 
     def _whole(self, name: str) -> Tensor:
         shape = self.shapes[name]
-        if name.endswith(".bias") or name == "v_head.weight":
+        if name.endswith(".bias") or name == VALUE_HEAD:
             return torch.zeros(shape)
         if len(shape) == 1:
             return torch.ones(shape)

@@ -20,20 +20,23 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def sharded_training_state(
     gpt: GPTModel, optimizer: MegatronOptimizer, state: ParallelState
 ) -> tuple[dict[str, ShardedTensor], int]:
-    """This rank's part of every weight and moment, as views to save from or to load into; and Adam's step count.
+    """This rank's part of every weight and moment, to save from or to load into; and Adam's step count.
 
-    Weights are in the precision that the optimizer updates.
+    Weights are in the precision that the optimizer updates, and untrained ones, which have no moments, in fp32.
     """
     adam = _adam(optimizer)
     sharded: dict[str, ShardedTensor] = {}
     steps = 0
     for mapped in mapped_parameters(gpt, state.mode):
-        updated = _updated(mapped)
-        moments = _moments(adam, updated)
-        steps = _steps(adam, updated)
-        for kind, whole in {"weight": updated.data, **moments}.items():
+        if mapped.trained:
+            updated = _updated(mapped)
+            kept = {"weight": updated.data, **_moments(adam, updated)}
+            steps = _steps(adam, updated)
+        else:
+            kept = {"weight": mapped.local().float()}
+        for kind, whole in kept.items():
             for name, part in zip(mapped.hf_names, whole.chunk(len(mapped.hf_names)), strict=True):
-                sharded[f"{kind}/{name}"] = _placed(f"{kind}/{name}", part, mapped.dim, state)
+                sharded[f"{kind}/{name}"] = _placed(f"{kind}/{name}", part, mapped, state)
     return sharded, steps
 
 
@@ -47,6 +50,10 @@ def restore_training_state(
         for key, place in sharded.items():
             place.data.copy_(loaded[key])
         for mapped in mapped_parameters(gpt, state.mode):
+            if not mapped.trained:
+                for name, part in zip(mapped.hf_names, mapped.parts(), strict=True):
+                    part.copy_(loaded[f"weight/{name}"])
+                continue
             updated = _updated(mapped)
             if updated.dtype != mapped.parameter.dtype:  # The model runs on a copy in lower precision.
                 mapped.parameter.data.copy_(updated)
@@ -92,8 +99,9 @@ def _steps(adam: torch.optim.Optimizer, updated: Tensor) -> int:
     return int(adam.param_groups[0].get("step", 0))
 
 
-def _placed(key: str, part: Tensor, dim: int | None, state: ParallelState) -> ShardedTensor:
-    index, count = state.weights.rank(), state.weights.size()
-    offsets = [] if dim is None else [(dim, index, count)]
-    copy = state.weight_replica if dim is not None else state.weight_replica * count + index
-    return ShardedTensor.from_rank_offsets(key, part, *offsets, replica_id=copy)
+def _placed(key: str, part: Tensor, mapped: MappedParameter, state: ParallelState) -> ShardedTensor:
+    if mapped.split is None:  # Only in modes that split weights over tp: each of these ranks has a copy as well.
+        copy = state.split_replica("tp") * state.tp.size() + state.tp.rank()
+        return ShardedTensor.from_rank_offsets(key, part, replica_id=copy)
+    offset = (mapped.split.dim, *mapped.place(state))
+    return ShardedTensor.from_rank_offsets(key, part, offset, replica_id=state.split_replica(mapped.split.over))

@@ -4,7 +4,6 @@ Importing this package loads neither torch nor Ray.
 """
 
 from roll.config.algorithm import KLSettings, PPOSettings
-from roll.config.families import FAMILIES, Family
 from roll.config.load import dump_config, load_config
 from roll.config.micro_batch import MicroBatchSettings
 from roll.config.model import ModelConfig
@@ -29,10 +28,8 @@ from roll.config.strategy import DType, Head, RowsOn, StrategyName, StrategySett
 from roll.config.task import PromptForm, TaskSettings
 
 __all__ = [
-    "FAMILIES",
     "ConfigError",
     "DType",
-    "Family",
     "Head",
     "KLSettings",
     "MicroBatchSettings",

@@ -9,26 +9,29 @@ from roll.config.hf_config import stated_token_ids
 from roll.config.problems import ConfigError, Problem
 
 
-def end_token_ids_in(folder: Path) -> tuple[int, ...]:
+def end_token_ids_in(folder: Path, config_key: str = "eos_token_id") -> tuple[int, ...]:
     """`eos_token_id` of generation_config.json and of config.json in `folder`, each id once; a file may be missing.
+
+    Args:
+        config_key: what config.json of the model's family calls it.
 
     An id of -1 is how older files write that there is none.
 
-    Raises ConfigError naming the file for one that is no JSON object, or whose `eos_token_id` is neither an id nor a
+    Raises ConfigError naming the file for one that is no JSON object, or whose end tokens are neither an id nor a
     list of ids.
     """
     found: dict[int, None] = {}
-    for file in (folder / "generation_config.json", folder / "config.json"):
+    for file, key in ((folder / "generation_config.json", "eos_token_id"), (folder / "config.json", config_key)):
         if not file.is_file():
             continue
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError([Problem(str(file), f"cannot be read: {error}")]) from error
-        named = content.get("eos_token_id") if isinstance(content, dict) else content
+        named = content.get(key) if isinstance(content, dict) else content
         stated = stated_token_ids(named)
         ids = [] if stated is None else stated if isinstance(stated, list) else [stated]
         if not isinstance(content, dict) or any(type(one) is not int or one < 0 for one in ids):
-            raise ConfigError([Problem(str(file), f"eos_token_id must be an id or a list of ids, got {named!r}")])
+            raise ConfigError([Problem(str(file), f"{key} must be an id or a list of ids, got {named!r}")])
         found |= dict.fromkeys(ids)
     return tuple(found)

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from roll.config.families import FAMILIES, Family
 from roll.config.problems import ConfigError, Problem
 from roll.config.rope import RopeScaling
+from roll.families import FAMILIES, Family, find_family
 
 # Of every family: changes what the model computes, with the only value that is supported. Not written by `to_hf_dict`.
 ONLY_EVERYWHERE: dict[str, Any] = {"partial_rotary_factor": 1.0, "quantization_config": None}
@@ -39,13 +39,36 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     return data
 
 
-def family_of(data: Mapping[str, Any]) -> Family | Problem:
-    """The family that config.json names, or what is wrong with the name."""
+def family_of(data: Mapping[str, Any], name: str | None) -> tuple[str, Family] | Problem:
+    """The name and the family of config.json, or what is wrong with its model_type.
+
+    Args:
+        name: of the family that the settings name; None: config.json alone names it.
+    """
     given = data.get("model_type")
+    if name is not None:
+        family = find_family(name)
+        if given == family.model_type:
+            return name, family
+        return Problem("model_type", f"family {name!r} has {family.model_type!r}, got {given!r}")
     if isinstance(given, str) and given in FAMILIES:
-        return FAMILIES[given]
+        return given, FAMILIES[given]
     experts = ", a mixture of experts" if any(data.get(key) for key in EXPERTS) else ""
-    return Problem("model_type", f"only {_listed(FAMILIES)} are supported, got {given!r}{experts}")
+    known = f"only {_listed(FAMILIES)} are supported, got {given!r}{experts}"
+    return Problem("model_type", f"{known}; the setting `family` names one of your own, as module:Name")
+
+
+def under_field_names(content: Mapping[str, Any], family: Family, fields: Iterable[str]) -> dict[str, Any]:
+    """The content of config.json with the names of `ModelConfig`'s fields for the family's keys."""
+    fields = tuple(fields)
+    named = {name: content[key] for name in fields if (key := family.key(name)) in content and key is not None}
+    return {key: value for key, value in content.items() if key not in fields} | named
+
+
+def under_keys(problem: Problem, family: Family) -> Problem:
+    """A problem of one of `ModelConfig`'s fields under the key that the file has."""
+    name, dot, rest = problem.path.partition(".")
+    return Problem(f"{family.key(name) or name}{dot}{rest}", problem.message)
 
 
 def unsupported(data: Mapping[str, Any], family: Family) -> Iterator[Problem]:
@@ -105,11 +128,16 @@ class RopeReading:
     is what transformers does too.
     """
 
-    def __init__(self, data: Mapping[str, Any], family: Family) -> None:
+    def __init__(self, data: Mapping[str, Any], family: Family, default_theta: float | None) -> None:
+        """
+        Args:
+            data: config.json under the names of `ModelConfig`'s fields.
+            default_theta: base of a config.json that names none; None: that of `ModelConfig`.
+        """
         self.key = "rope_scaling" if data.get("rope_scaling") else "rope_parameters"
         given = data.get(self.key) or {}
         self.problems: list[Problem] = []
-        self.theta = stated_values(data, ["rope_theta"]).get("rope_theta", family.defaults["rope_theta"])
+        self.theta = stated_values(data, ["rope_theta"]).get("rope_theta", default_theta)
         self.scaling: dict[str, Any] | None = None
         if not isinstance(given, dict):
             self.problems.append(Problem(self.key, f"must be a JSON object, got {json.dumps(given)}"))
@@ -141,6 +169,12 @@ class RopeReading:
             self.problems.append(Problem(f"{self.key}.{key}", message))
         if rope_type != "default":
             self.scaling = {"rope_type": rope_type} | {key: settings[key] for key in meaningful if key in settings}
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The two as fields of `ModelConfig`."""
+        base = {} if self.theta is None else {"rope_theta": self.theta}
+        return base | {"rope_scaling": self.scaling}
 
     def as_named_in_file(self, problem: Problem) -> Problem:
         """A problem of ModelConfig's `rope_scaling` under the key that the file has."""

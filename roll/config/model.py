@@ -1,4 +1,4 @@
-"""The architecture of a model: InternLM2 or one of its relatives, under the names of its Hugging Face config.json."""
+"""The architecture of a model of any family, under the names that most Hugging Face config.json files use."""
 
 from __future__ import annotations
 
@@ -9,12 +9,22 @@ from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, Strict
 
-from roll.config.families import FAMILIES, Family, ModelType
-from roll.config.hf_config import TOKEN_IDS, RopeReading, family_of, read_config_json, stated_values, unsupported
+from roll.config.family_name import FamilyName
+from roll.config.hf_config import (
+    TOKEN_IDS,
+    RopeReading,
+    family_of,
+    read_config_json,
+    stated_values,
+    under_field_names,
+    under_keys,
+    unsupported,
+)
 from roll.config.paths import expand_path
 from roll.config.problems import Check, ConfigError, Problem
 from roll.config.rope import RopeScaling
 from roll.config.settings import Settings
+from roll.families import FAMILIES, Family, find_family
 
 
 def _equal_share(sizes: Mapping[str, Any]) -> int:
@@ -23,10 +33,11 @@ def _equal_share(sizes: Mapping[str, Any]) -> int:
 
 
 class ModelConfig(Settings):
-    """An InternLM2 or a relative: decoder-only, RMSNorm, SwiGLU, RoPE, grouped-query attention."""
+    """A decoder-only model with RMSNorm, SwiGLU, RoPE and grouped-query attention."""
 
-    model_type: ModelType = "internlm2"
-    """The family: what config.json and the tensors are called, and whether q and k have norms."""
+    model_type: FamilyName = "internlm2"
+    """The family: what config.json and the tensors are called, and which parts the network has. One of your own is
+    named as module:Name; config.json has its `model_type`."""
     vocab_size: PositiveInt
     """Rows of the embedding and of the output layer."""
     hidden_size: PositiveInt
@@ -54,8 +65,8 @@ class ModelConfig(Settings):
     tie_word_embeddings: bool = False
     """Whether the output layer is the embedding."""
     bias: bool = False
-    """Whether q, k, v and the attention's output have biases: `bias` of InternLM2's config.json, `attention_bias` of
-    Llama's and Qwen3's. Qwen2's q, k and v have biases without it."""
+    """Whether q, k, v and the attention's output have biases. Its key in config.json is the family's; q, k and v of
+    Qwen2 have biases without it."""
     bos_token_id: NonNegativeInt | None = None
     """Id of the begin-of-sequence token; null: whatever the tokenizer says."""
     eos_token_id: NonNegativeInt | Annotated[tuple[NonNegativeInt, ...], Strict(False)] | None = None
@@ -65,8 +76,8 @@ class ModelConfig(Settings):
 
     @property
     def family(self) -> Family:
-        """Properties common to all models of this `model_type`."""
-        return FAMILIES[self.model_type]
+        """Properties common to all models of this family."""
+        return find_family(self.model_type)
 
     @property
     def qkv_bias(self) -> bool:
@@ -111,7 +122,7 @@ class ModelConfig(Settings):
         elif self.head_dim % 2:
             yield Problem("head_dim", f"{self.head_dim} is odd; rotary embeddings turn pairs")
         elif self.head_dim != share and not self.family.free_head_dim:
-            yield Problem("head_dim", f"{self.model_type} has {quotient} = {share}, got {self.head_dim}")
+            yield Problem("head_dim", f"{self.family.model_type} has {quotient} = {share}, got {self.head_dim}")
 
     def _key_value_heads_divide_heads(self) -> Iterator[Problem]:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -121,13 +132,13 @@ class ModelConfig(Settings):
     def _family_has_rope_type(self) -> Iterator[Problem]:
         if self.rope_scaling is not None and self.rope_scaling.rope_type not in self.family.rope_types:
             known = ", ".join(repr(name) for name in self.family.rope_types)
-            given = f"{self.model_type} has only {known} here, got {self.rope_scaling.rope_type!r}"
+            given = f"{self.family.model_type} has only {known} here, got {self.rope_scaling.rope_type!r}"
             yield Problem("rope_scaling.rope_type", given)
 
     def _family_has_bias(self) -> Iterator[Problem]:
-        if self.bias and self.family.bias_key is None:
-            having = ", ".join(repr(name) for name, family in FAMILIES.items() if family.bias_key)
-            yield Problem("bias", f"{self.model_type} has only false; true is of {having}")
+        if self.bias and self.family.key("bias") is None:
+            having = ", ".join(repr(name) for name, family in FAMILIES.items() if family.key("bias"))
+            yield Problem("bias", f"{self.family.model_type} has only false; true is of {having}")
 
     def _id_is_in_vocabulary(self, name: str) -> Iterator[Problem]:
         given = getattr(self, name)
@@ -136,40 +147,40 @@ class ModelConfig(Settings):
                 yield Problem(name, f"{token_id} is not below vocab_size {self.vocab_size}")
 
     @classmethod
-    def from_folder(cls, path: Path | str) -> ModelConfig:
+    def from_folder(cls, path: Path | str, family: str | None = None) -> ModelConfig:
         """The architecture that `path`/config.json describes. Keys that do not change the computation are ignored.
+
+        Args:
+            family: name of its family, as `model_type` takes it; None: the one that config.json names.
 
         Raises:
             ConfigError: a ValueError that names the file, and every key that is missing, wrong or not supported.
         """
         folder = expand_path(path)
         file = folder / "config.json"
-        data = read_config_json(folder)
-        family = family_of(data)
-        if isinstance(family, Problem):  # what the other keys mean is up to the family
-            raise ConfigError([Problem(str(file), str(family))])
-        rope = RopeReading(data, family)
-        problems = [*unsupported(data, family), *rope.problems]
-        names = [name for name in cls.model_fields if name != "bias"]  # which has a name of the family's own
-        known = {name: value for name, value in family.defaults.items() if name in names}
-        known |= stated_values(data, names)
-        if family.bias_key is not None:
-            stated = data.get(family.bias_key, family.defaults.get(family.bias_key, False))
-            known["bias"] = False if stated is None else stated  # torch's layers take a null for no bias
-        known |= {"rope_theta": rope.theta, "rope_scaling": rope.scaling}
-        # A null undoes the family's default of these two: they follow from the sizes.
-        for name in ("num_key_value_heads", "head_dim"):
-            if name in data and data[name] is None:
-                known.pop(name, None)
+        content = read_config_json(folder)
+        found = family_of(content, family)
+        if isinstance(found, Problem):  # what the other keys mean is up to the family
+            raise ConfigError([Problem(str(file), str(found))])
+        name, declared = found
+        stated, defaults = (under_field_names(x, declared, cls.model_fields) for x in (content, declared.defaults))
+        rope = RopeReading(stated, declared, defaults.get("rope_theta"))
+        known = {name: value for name, value in defaults.items() if name in cls.model_fields}
+        known |= stated_values(stated, cls.model_fields) | {"model_type": name, **rope.values}
+        # A null undoes the family's default of these: heads and their size follow from the sizes, and torch's layers
+        # take a null for no bias.
+        for each in ("num_key_value_heads", "head_dim", "bias"):
+            if each in stated and stated[each] is None:
+                known.pop(each, None)
         if "num_key_value_heads" not in known and "num_attention_heads" in known:
             known["num_key_value_heads"] = known["num_attention_heads"]
+        problems = [*unsupported(content, declared), *(under_keys(problem, declared) for problem in rope.problems)]
         try:
             model = cls.model_validate(known)
         except ConfigError as error:
             named = {problem.path for problem in problems}
-            found = [rope.as_named_in_file(problem) for problem in error.problems]
-            found = [Problem(family.bias_key or x.path, x.message) if x.path == "bias" else x for x in found]
-            problems += [problem for problem in found if problem.path not in named]
+            own = [under_keys(rope.as_named_in_file(problem), declared) for problem in error.problems]
+            problems += [problem for problem in own if problem.path not in named]
         if problems:
             raise ConfigError([Problem(str(file), str(problem)) for problem in problems])
         return model
@@ -179,15 +190,13 @@ class ModelConfig(Settings):
 
         RoPE is written as `rope_theta` and `rope_scaling`, which both older and newer libraries read.
         """
-        content = {"architectures": [self.family.architecture], **self.family.only, **self.model_dump(mode="json")}
-        bias = content.pop("bias")
-        if self.family.bias_key is not None:
-            content[self.family.bias_key] = bias
-        if not self.family.free_head_dim:
-            del content["head_dim"]  # Its own config class does not know the key.
+        family = self.family
+        fields = self.model_dump(mode="json") | {"model_type": family.model_type}
+        if not family.free_head_dim:
+            del fields["head_dim"]  # Its own config class does not know the key.
         if self.rope_scaling is not None:
-            scaling = {key: value for key, value in content["rope_scaling"].items() if value is not None}
-            if self.model_type == "internlm2":  # which accepts `type` and `factor`, nothing else
-                scaling = {"type": scaling["rope_type"], "factor": scaling["factor"]}
-            content["rope_scaling"] = scaling
-        return content
+            scaling = {name: value for name, value in fields["rope_scaling"].items() if value is not None}
+            accepted = family.rope_scaling_keys or {name: name for name in scaling}
+            fields["rope_scaling"] = {key: scaling[name] for name, key in accepted.items()}
+        own = {key: value for name, value in fields.items() if (key := family.key(name)) is not None}
+        return {"architectures": [family.architecture], **family.only, **own}

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, StringConstraints
 
 from roll.config.algorithm import PPOSettings
+from roll.config.family_name import FamilyName
 from roll.config.model import ModelConfig
 from roll.config.paths import PathSetting
 from roll.config.ppo_checks import ppo_checks
@@ -66,6 +67,9 @@ class PPOConfig(Settings):
     model_path: PathSetting | None = None
     """Folder in Hugging Face layout that the run starts from, seen from the working directory; null: what warm_start
     makes."""
+    family: FamilyName | None = None
+    """Family of the model in `model_path`, one of your own as module:Name; null: the one whose model_type its
+    config.json has. A warm start has `model.family` for its own."""
     trust_remote_code: bool = False
     """Whether code that lies in `model_path`, or that it names, may run: the tokenizer's, where there is no
     tokenizer.json. A warm start has `model.trust_remote_code` for its own."""
@@ -107,7 +111,12 @@ class PPOConfig(Settings):
         if self.warm_start is not None:
             return self.warm_start.model.architecture
         assert self.model_path is not None, "exactly one of model_path and warm_start is set"
-        return ModelConfig.from_folder(self.model_path)
+        return ModelConfig.from_folder(self.model_path, self.family)
+
+    @property
+    def folder_family(self) -> str | None:
+        """Name of the family for the folder that the run starts from; None: the one that its config.json names."""
+        return self.family if self.warm_start is None else self.warm_start.model.folder_family
 
     @property
     def trusts_remote_code(self) -> bool:
@@ -125,7 +134,8 @@ class PPOConfig(Settings):
         Args:
             model_path: folder of the model: `model_path`, or the one that the warm start made.
         """
-        common: dict[str, Any] = {"model_path": model_path, "dtype": self.dtype, "seed": self.seed}
+        common: dict[str, Any] = {"model_path": model_path, "family": self.folder_family}
+        common |= {"dtype": self.dtype, "seed": self.seed}
         if role == "rollout":
             return StrategySettings(name=self.rollout.strategy, temperature=self.temperature, **common)
         common |= {"rows_on": self.rows_on, "batch_timeout_s": self.batch_timeout_s}

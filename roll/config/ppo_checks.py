@@ -32,6 +32,7 @@ def ppo_checks(config: PPOConfig) -> Iterator[Check]:
     yield partial(_one_model, config)
     yield partial(_model_folder_is_usable, config)
     yield partial(_code_is_of_a_folder, config)
+    yield partial(_family_is_of_a_folder, config)
     yield partial(_warm_start_has_another_name, config)
     yield partial(_warm_start_does_not_resume, config)
     for role in MODEL_ROLES:
@@ -60,13 +61,20 @@ def _one_model(config: PPOConfig) -> Iterator[Problem]:
 
 def _model_folder_is_usable(config: PPOConfig) -> Iterator[Problem]:
     if config.model_path is not None and config.warm_start is None:
-        yield from folder_problems("model_path", config.model_path)
+        yield from folder_problems("model_path", config.model_path, config.family)
 
 
 def _code_is_of_a_folder(config: PPOConfig) -> Iterator[Problem]:
     if config.trust_remote_code and config.warm_start is not None:
         yield Problem(
             "trust_remote_code", "must be false with a warm_start; warm_start.model.trust_remote_code is its own"
+        )
+
+
+def _family_is_of_a_folder(config: PPOConfig) -> Iterator[Problem]:
+    if config.family is not None and config.warm_start is not None:
+        yield Problem(
+            "family", f"must be null with a warm_start, got {config.family!r}; warm_start.model.family is its own"
         )
 
 
@@ -85,7 +93,7 @@ def _architecture(config: PPOConfig) -> ModelConfig:
         return architecture_of(config.warm_start.model)
     if config.model_path is None:
         raise UnavailableError("there is no model")
-    return architecture_in(config.model_path)
+    return architecture_in(config.model_path, config.family)
 
 
 def _model_fits_ranks(config: PPOConfig, role: str) -> Iterator[Problem]:

@@ -7,9 +7,9 @@ from typing import Annotated
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from roll.config.families import RopeType
 from roll.config.problems import Check, Problem
 from roll.config.settings import Settings
+from roll.families import RopeType
 
 LLAMA3_ONLY = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 

@@ -91,6 +91,7 @@ class SFTConfig(Settings):
         return StrategySettings(
             name="megatron_train",
             model_path=model_path,
+            family=self.model.folder_family,
             init="load" if self.model.config is None else "random",
             parallel=self.parallel,
             optimizer=self.optimizer,
@@ -113,7 +114,7 @@ class SFTConfig(Settings):
         folder = self.model.path
         if folder is None or self.model.config is not None:
             return
-        yield from folder_problems("model.path", folder)
+        yield from folder_problems("model.path", folder, self.model.family)
         if folder.absolute().is_relative_to(self.run_dir.absolute()):
             yield Problem("name", f"model.path {str(folder)!r} lies in the folder of this run, which replaces it")
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
+from roll.config.family_name import FamilyName
 from roll.config.micro_batch import MicroBatchSettings
 from roll.config.optimizer import OptimizerSettings
 from roll.config.parallel import ParallelSettings
@@ -27,6 +28,9 @@ class StrategySettings(Settings):
     """The strategy: Megatron-Core with or without an optimizer, or transformers in one process."""
     model_path: PathSetting
     """Folder in Hugging Face layout: config.json, and the weights if `init` is load."""
+    family: FamilyName | None = None
+    """Family of the model in `model_path`, one of your own as module:Name; null: the one whose model_type its
+    config.json has."""
     init: Literal["load", "random"] = "load"
     """Whether weights come from `model_path` or are drawn from `seed`."""
     head: Head = "lm"

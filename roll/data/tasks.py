@@ -19,12 +19,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import importlib
 import inspect
 import math
 import numbers
 import random
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from string import Formatter
@@ -35,6 +33,7 @@ from reasoning_gym.factory import DATASETS
 
 from roll.config import ConfigError, Problem, TaskSettings
 from roll.errors import UserError
+from roll.named import load_named
 
 Entry = dict[str, Any]
 RewardFunction = Callable[[list[str], list[Entry]], list[float]]
@@ -238,23 +237,9 @@ def load_reward_function(path: str) -> RewardFunction:
     Raises ValueError when there is no such module or function, the module cannot be imported, or the function cannot
     take (responses, entries).
     """
-    module_name, colon, function_name = path.partition(":")
-    if not (colon and function_name and all(part.isidentifier() for part in module_name.split("."))):
-        raise UserError(f"reward.function must be 'module:function', got {path!r}")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # the module is the user's: whatever it raises is reported under its name
-        reason = str(error)
-        if not isinstance(error, ImportError | SyntaxError):
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            reason = f"{type(error).__name__}: {error} ({where.filename} line {where.lineno})"
-        raise UserError(f"reward.function {path!r}: cannot import module {module_name!r}: {reason}") from error
-    function: RewardFunction | None = getattr(module, function_name, None)
-    if function is None or not callable(function):
-        names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        near = difflib.get_close_matches(function_name, names, n=3)
-        hint = f"; near names: {', '.join(near)}" if near else ""
-        raise UserError(f"reward.function {path!r}: module {module_name!r} has no function {function_name!r}{hint}")
+    function: RewardFunction = load_named(path, "reward.function", "function")
+    if not callable(function):
+        raise UserError(f"reward.function {path!r} is a {type(function).__name__}, not a function")
     try:
         inspect.signature(function).bind([], [])
     except TypeError as error:

@@ -1,7 +1,4 @@
-"""The tensors of a model under InternLM2's names in the Hugging Face layout, which are the canonical ones here.
-
-`roll.models.families` has what other families call them.
-"""
+"""The shapes of a model's tensors in the Hugging Face layout, under canonical names (`roll.families.tensors`)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""InternLM2's tensors: Megatron-Core's names and shards, and Hugging Face's names and whole tensors.
+"""Megatron-Core's parameters of this rank, and Hugging Face's whole tensors under canonical names.
 
-The table reads in both directions: importing takes this rank's part of every Hugging Face tensor, exporting gathers
-the parts again.
+The table of `weight_rules` reads in both directions: importing takes this rank's part of every Hugging Face tensor,
+exporting gathers the parts again.
 """
 
 from __future__ import annotations
@@ -14,58 +14,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from roll.config import Mode
+from roll.models.weight_rules import RULES, Split
 from roll.parallel.state import ParallelState
-
-
-@dataclass(frozen=True)
-class WeightRule:
-    """One Megatron-Core parameter and the Hugging Face tensors it is made of.
-
-    `{n}` stands for the layer's number in the whole model. Several names are shards of several tensors, one after the
-    other: Megatron-Core's `linear_fc1` of a rank is its part of w1 above its part of w3.
-    """
-
-    megatron: str
-    hf: tuple[str, ...]
-    dim: int | None
-    """The dimension that tensor parallelism splits; None where every rank has the whole."""
-    weight_parallel_dim: int = 0
-    """The dimension that weight parallelism (mode isp) splits."""
-
-
-RULES: tuple[WeightRule, ...] = (
-    WeightRule("embedding.weight", ("model.tok_embeddings.weight",), 1, weight_parallel_dim=1),
-    WeightRule("decoder.layers.{n}.input_layernorm.weight", ("model.layers.{n}.attention_norm.weight",), None),
-    WeightRule("decoder.layers.{n}.self_attention.linear_qkv.weight", ("model.layers.{n}.attention.wqkv.weight",), 0),
-    WeightRule("decoder.layers.{n}.self_attention.linear_qkv.bias", ("model.layers.{n}.attention.wqkv.bias",), 0),
-    WeightRule(
-        "decoder.layers.{n}.self_attention.q_layernorm.weight", ("model.layers.{n}.attention.q_norm.weight",), None
-    ),
-    WeightRule(
-        "decoder.layers.{n}.self_attention.k_layernorm.weight", ("model.layers.{n}.attention.k_norm.weight",), None
-    ),
-    WeightRule("decoder.layers.{n}.self_attention.linear_proj.weight", ("model.layers.{n}.attention.wo.weight",), 1),
-    # Whole on every tensor-parallel rank, which adds it once, after the sum over the ranks.
-    WeightRule("decoder.layers.{n}.self_attention.linear_proj.bias", ("model.layers.{n}.attention.wo.bias",), None),
-    WeightRule("decoder.layers.{n}.pre_mlp_layernorm.weight", ("model.layers.{n}.ffn_norm.weight",), None),
-    WeightRule(
-        "decoder.layers.{n}.mlp.linear_fc1.weight",
-        ("model.layers.{n}.feed_forward.w1.weight", "model.layers.{n}.feed_forward.w3.weight"),
-        0,
-    ),
-    WeightRule("decoder.layers.{n}.mlp.linear_fc1.w1", ("model.layers.{n}.feed_forward.w1.weight",), 0),
-    WeightRule("decoder.layers.{n}.mlp.linear_fc1.w3", ("model.layers.{n}.feed_forward.w3.weight",), 0),
-    WeightRule("decoder.layers.{n}.mlp.linear_fc2.weight", ("model.layers.{n}.feed_forward.w2.weight",), 1),
-    WeightRule("decoder.final_layernorm.weight", ("model.norm.weight",), None),
-    WeightRule("head.weight", ("output.weight",), 0),
-    WeightRule("output_layer.weight", ("v_head.weight",), None, weight_parallel_dim=1),
-)
-
-_BY_NAME = {rule.megatron: rule for rule in RULES}
 
 
 @dataclass(frozen=True)
@@ -74,14 +27,31 @@ class MappedParameter:
 
     parameter: nn.Parameter
     hf_names: tuple[str, ...]
-    dim: int | None
-    """The dimension of the Hugging Face tensors that is split over `ParallelState.weights`."""
+    split: Split | None
+    """How the Hugging Face tensors are split; None where every rank has the whole."""
+    trained: bool
+    """Whether training changes it."""
+
+    @property
+    def dim(self) -> int | None:
+        """The dimension that is split; None where every rank has the whole."""
+        return None if self.split is None else self.split.dim
+
+    def place(self, state: ParallelState) -> tuple[int, int]:
+        """This rank's part of each Hugging Face tensor, as (index, count) of equal parts along `dim`."""
+        if self.split is None:
+            return 0, 1
+        group = state.split_group(self.split.over)
+        return group.rank(), group.size()
 
     def parts(self, of: str = "data") -> tuple[Tensor, ...]:
         """This rank's shard of each Hugging Face tensor, as views of the parameter (or of another attribute of it)."""
+        return self.local(of).chunk(len(self.hf_names))
+
+    def local(self, of: str = "data") -> Tensor:
+        """What this rank holds of the parameter (or of another attribute of it)."""
         tensor = getattr(self.parameter, of)
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        return local.chunk(len(self.hf_names))
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def mapped_parameters(model: GPTModel, mode: Mode) -> Iterator[MappedParameter]:
@@ -92,15 +62,15 @@ def mapped_parameters(model: GPTModel, mode: Mode) -> Iterator[MappedParameter]:
         if local:
             number = str(model.decoder.layers[int(local.group(1))].layer_number - 1)
             name = re.sub(r"\.layers\.\d+\.", ".layers.{n}.", name)
-        rule = _BY_NAME[name]
-        dim = rule.weight_parallel_dim if mode == "isp" else rule.dim
-        yield MappedParameter(parameter, tuple(hf.format(n=number) for hf in rule.hf), dim)
+        rule = RULES[name]
+        names = tuple(hf.replace("{n}", number) for hf in rule.hf)
+        yield MappedParameter(parameter, names, rule.split_in(mode), rule.trained)
 
 
 def export_hf_tensors(
-    model: GPTModel, state: ParallelState, *, of: str = "data", dtype: torch.dtype | None = None
+    model: GPTModel, state: ParallelState, *, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole tensor) of this pipeline stage, one at a time: weights, or with `of` gradients.
+    """(Hugging Face name, whole tensor) of the weights of this pipeline stage, one at a time.
 
     With `dtype` in that type: weights that are split while they are not used may be stored in a wider one.
 
@@ -108,12 +78,26 @@ def export_hf_tensors(
     is not split is the parameter itself, so a caller that keeps it clones it.
     """
     for mapped in mapped_parameters(model, state.mode):
-        for name, part in zip(mapped.hf_names, mapped.parts(of), strict=True):
-            part = part if dtype is None else part.to(dtype)  # before it is gathered: less to send
-            yield name, part if mapped.dim is None else _gather(part, mapped.dim, state.weights)
+        yield from _whole(mapped, "data", dtype, state)
 
 
-def _gather(part: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+def export_hf_gradients(model: GPTModel, state: ParallelState) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, whole fp32 gradient) of the weights that are trained; otherwise as `export_hf_tensors`."""
+    for mapped in mapped_parameters(model, state.mode):
+        if mapped.trained:
+            yield from _whole(mapped, "main_grad", None, state)
+
+
+def _whole(
+    mapped: MappedParameter, of: str, dtype: torch.dtype | None, state: ParallelState
+) -> Iterator[tuple[str, Tensor]]:
+    for name, part in zip(mapped.hf_names, mapped.parts(of), strict=True):
+        part = part if dtype is None else part.to(dtype)  # before it is gathered: less to send
+        yield name, part if mapped.split is None else _gather(part, mapped.split, state)
+
+
+def _gather(part: Tensor, split: Split, state: ParallelState) -> Tensor:
+    group = state.split_group(split.over)
     parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(parts, part.contiguous(), group=group)
-    return torch.cat(parts, dim=dim)
+    return torch.cat(parts, dim=split.dim)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import all_to_all_hp2sp, all_to_all_sp2hp
 
-from roll.models.families import EMBEDDING, OUTPUT
+from roll.families.tensors import EMBEDDING, OUTPUT
 from roll.models.hf_mapping import mapped_parameters
 from roll.parallel.state import ParallelState
 
@@ -24,10 +24,10 @@ def sum_tied_gradients(gpt: GPTModel, state: ParallelState) -> None:
         name: mapped.parts("main_grad")[0]
         for mapped in mapped_parameters(gpt, state.mode)
         for name in mapped.hf_names
-        if name in (EMBEDDING, OUTPUT)
+        if mapped.trained and name in (EMBEDDING, OUTPUT)
     }
     if not gradients:
-        return  # A stage between the first and the last.
+        return  # A stage between the first and the last, or weights that are not trained.
     # In the output layer's layout, [V/n, H]; the embedding's is [V, H/n].
     parts = [all_to_all_hp2sp(gradients[EMBEDDING], group=state.weights)] if EMBEDDING in gradients else []
     parts += [gradients[OUTPUT]] if OUTPUT in gradients else []

@@ -1,6 +1,7 @@
 """transformers' own model of each family, for generation and as an independent implementation to compare ours with.
 
-transformers has no InternLM2. Its Llama is the same network with wqkv taken apart, so it stands in.
+A family that transformers lacks names another that is the same network there (`Family.in_transformers`): its Llama
+stands in for InternLM2.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from roll.config import ModelConfig
 from roll.errors import UserError
-from roll.models.families import from_family, to_family
+from roll.families.registry import stand_in
+from roll.models.family_tensors import from_family, rename, to_family
 
 
 def in_transformers(model: ModelConfig) -> ModelConfig:
     """The same network, as a family that transformers has."""
-    return model.model_copy(update={"model_type": "llama"}) if model.model_type == "internlm2" else model
+    other = stand_in(model.family)
+    return model if other is None else model.model_copy(update={"model_type": other})
 
 
 def build_transformers_model(model: ModelConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -48,13 +51,14 @@ def load_tensors(target: PreTrainedModel, model: ModelConfig, tensors: Iterable[
 
 def as_transformers_names(model: ModelConfig, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Tensors under the family's names, as transformers' model calls them."""
-    # InternLM2's names are the canonical ones.
-    return to_family(in_transformers(model), tensors) if model.model_type == "internlm2" else iter(tensors)
+    return rename(model, in_transformers(model), tensors)
 
 
 def as_family_names(model: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """The way back, for all tensors at once."""
-    return canonical_tensors(model, tensors) if model.model_type == "internlm2" else iter(tensors.items())
+    if model.family.in_transformers is None:
+        return iter(tensors.items())
+    return to_family(model, canonical_tensors(model, tensors))
 
 
 def canonical_tensors(model: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
+from typing import Literal
 
 from roll.config import ParallelSettings
 from roll.config.parallel import RANK_AXES
 from roll.errors import UserError
 
 DEFAULT_RANK_ORDER = "tp-cp-ep-dp-pp"
+SplitOver = Literal["tp", "wp"]
+"""Groups of ranks over which a weight can be split: tensor parallelism, and weight parallelism (mode isp)."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from roll.config import Mode, ParallelSettings
 from roll.errors import UserError
-from roll.parallel.degrees import ParallelDegrees, RankCoordinates
+from roll.parallel.degrees import ParallelDegrees, RankCoordinates, SplitOver
 from roll.parallel.rendezvous import await_all, join
 from roll.platform import get_platform
 
@@ -74,12 +74,21 @@ class ParallelState:
     @property
     def weights(self) -> ProcessGroup:
         """The ranks over which weights are split, each of them holding an equal part: tp, or wp of mode isp."""
-        return self.tp if self.weight_mesh is None else self.weight_mesh.get_group("wp")
+        return self.split_group("tp" if self.weight_mesh is None else "wp")
 
-    @property
-    def weight_replica(self) -> int:
-        """Which copy of the weights, of several equal ones, this rank has a part of."""
-        return self.megatron.dp_cp.rank() if self.weight_mesh is None else self.weight_mesh.get_local_rank("replica")
+    def split_group(self, over: SplitOver) -> ProcessGroup:
+        """The ranks that hold the parts of a weight which is split over `over`."""
+        if over == "tp":
+            return self.tp
+        assert self.weight_mesh is not None, "weights are split over wp in mode isp only"
+        return self.weight_mesh.get_group("wp")
+
+    def split_replica(self, over: SplitOver) -> int:
+        """The number, from 0, of this rank's copy among the equal copies of a weight that is split over `over`."""
+        if over == "tp":
+            return self.megatron.dp_cp.rank()
+        assert self.weight_mesh is not None, "weights are split over wp in mode isp only"
+        return self.weight_mesh.get_local_rank("replica")
 
     @property
     def is_first_stage(self) -> bool:

@@ -25,7 +25,7 @@ def end_token_ids(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> tupl
     found: dict[int, None] = {} if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id): None}
     folders = tuple(_folders(config))
     for folder in folders:
-        ids = end_token_ids_in(folder)
+        ids = end_token_ids_in(folder, config.architecture.family.key("eos_token_id") or "eos_token_id")
         outside = [one for one in ids if one >= config.architecture.vocab_size]
         if outside:
             limit = f"below vocab_size {config.architecture.vocab_size}"

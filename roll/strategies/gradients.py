@@ -65,12 +65,14 @@ class ShardedGradients(Gradients):
 
     def collect(self) -> None:
         for parameter in self.model.parameters():
+            if not parameter.requires_grad:
+                continue
             parameter.main_grad = parameter.grad  # type: ignore[attr-defined]
             parameter.main_param.main_grad = parameter.grad.to_local()  # type: ignore[attr-defined, union-attr]
 
 
 class LocalShards(nn.Module):
-    """This rank's part of every parameter as a plain parameter over the same memory: what the optimizer updates.
+    """This rank's part of every trained parameter, a plain parameter over the same memory: what the optimizer updates.
 
     Megatron-Core's optimizer is so the same in every mode; DTensors it knows only of its own wrapper.
     """
@@ -79,6 +81,8 @@ class LocalShards(nn.Module):
         super().__init__()
         self.ddp_config = DistributedDataParallelConfig()
         for name, parameter in gpt.named_parameters():
+            if not parameter.requires_grad:
+                continue
             shard = nn.Parameter(parameter.data.to_local())
             # As Megatron-Core's mixed-precision optimizer marks what it updates in a parameter's place.
             parameter.main_param = shard

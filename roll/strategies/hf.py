@@ -20,15 +20,17 @@ from roll.config import ModelConfig, OptimizerSettings, StrategySettings, expand
 from roll.data.micro_batches import cut_micro_batches, join_results
 from roll.data.responses import as_responses
 from roll.errors import UserError
-from roll.models.families import to_family
+from roll.models.family_tensors import to_family
 from roll.models.hf_layout import hf_shapes
 from roll.models.transformers_model import (
     as_family_names,
     build_transformers_model,
     canonical_tensors,
     forget_lengths,
+    in_transformers,
     load_tensors,
 )
+from roll.models.weight_rules import is_trained
 from roll.platform import get_platform
 from roll.protocol import DataProto, check_model_batch, count_loss_tokens
 from roll.strategies.base import Metrics, TrainStrategy, check_response_mask
@@ -49,7 +51,7 @@ class HfStrategy(TrainStrategy):
 
     def __init__(self, settings: StrategySettings) -> None:
         super().__init__(settings)
-        self.model_config = ModelConfig.from_folder(settings.model_path)
+        self.model_config = ModelConfig.from_folder(settings.model_path, settings.family)
         self.device = get_platform().device()
         self.trained: MasterWeights | None = None
         self.steps = 0
@@ -66,6 +68,11 @@ class HfStrategy(TrainStrategy):
         shapes = hf_shapes(self.model_config, settings.head)
         for name in shapes:
             self.update_weights(dict(to_family(self.model_config, [(name, source.part(name, None, 0, 1))])))
+        names = in_transformers(self.model_config).family.names
+        for name, parameter in self._weights():
+            canonical = names.canonical(name)
+            assert canonical is not None, name
+            parameter.requires_grad_(is_trained(canonical))
         if settings.optimizer is not None:
             self.trained = MasterWeights(dict(self._weights()), settings.optimizer)
             self._end_of_schedule = EndOfSchedule(settings.optimizer)

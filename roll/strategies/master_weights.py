@@ -22,9 +22,10 @@ class MasterWeights:
     def __init__(self, weights: Mapping[str, Tensor], settings: OptimizerSettings) -> None:
         """
         Args:
-            weights: name to parameter of the model; tied ones once.
+            weights: name to parameter of the model; tied ones once. Those without `requires_grad` are not trained.
         """
-        self.weights = dict(weights)
+        self.weights = {name: weight for name, weight in weights.items() if weight.requires_grad}
+        self.untrained = {name: weight for name, weight in weights.items() if not weight.requires_grad}
         self.masters = {name: _master_of(weight) for name, weight in self.weights.items()}
         masters = list(self.masters.values())
         groups: list[dict[str, Any]] = [
@@ -74,8 +75,8 @@ class MasterWeights:
                 self.masters[name].copy_(self.weights[name])
 
     def state_dict(self) -> dict[str, Any]:
-        """Masters and moments. The optimizer's settings are none of it: they are those of the run."""
-        return {"weights": dict(self.masters), "moments": self.adam.state_dict()["state"]}
+        """Masters, untrained weights and moments, without the optimizer's settings, which are those of the run."""
+        return {"weights": self.masters | self.untrained, "moments": self.adam.state_dict()["state"]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace masters, moments and the model's weights.
@@ -84,11 +85,11 @@ class MasterWeights:
             ValueError: the state belongs to another model; nothing has been changed.
         """
         theirs = {name: tuple(tensor.shape) for name, tensor in state["weights"].items()}
-        ours = {name: tuple(master.shape) for name, master in self.masters.items()}
-        check_same_model(theirs, ours)
+        kept = self.masters | self.untrained
+        check_same_model(theirs, {name: tuple(tensor.shape) for name, tensor in kept.items()})
         with torch.no_grad():
-            for name, master in self.masters.items():
-                master.copy_(state["weights"][name])
+            for name, tensor in kept.items():
+                tensor.copy_(state["weights"][name])
         self._copy_to_model()
         self.adam.load_state_dict(self.adam.state_dict() | {"state": state["moments"]})
 

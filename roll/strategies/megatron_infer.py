@@ -24,7 +24,7 @@ from roll.config import ModelConfig, StrategySettings, check_parallel
 from roll.data.micro_batches import check_dealt, cut_micro_batches, join_results
 from roll.data.sequence_split import SequenceSplit
 from roll.errors import UserError
-from roll.models.internlm2 import build_internlm2
+from roll.models.gpt import build_model
 from roll.parallel.degrees import ParallelDegrees
 from roll.parallel.state import ParallelState
 from roll.platform import get_platform
@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 
 
 class MegatronInferStrategy(InferenceStrategy):
-    """Forward passes of an InternLM2 or a relative, under every mode with pipeline and data parallelism.
+    """Forward passes of a model of any family, under every mode with pipeline and data parallelism.
 
     Every rank of the world constructs one with the same settings and calls the same methods in the same order.
 
@@ -52,7 +52,7 @@ class MegatronInferStrategy(InferenceStrategy):
     def __init__(self, settings: StrategySettings, state: ParallelState) -> None:
         super().__init__(settings)
         self.state = state
-        self.model_config = ModelConfig.from_folder(settings.model_path)
+        self.model_config = ModelConfig.from_folder(settings.model_path, settings.family)
         self._check_degrees()
         self.device = get_platform().device()
         self.split = SequenceSplit(settings.parallel, state.cp.rank())
@@ -83,7 +83,7 @@ class MegatronInferStrategy(InferenceStrategy):
         source = tensor_source(
             settings.model_path, self.model_config, init=settings.init, head=settings.head, seed=settings.seed
         )
-        self.gpt = build_internlm2(
+        self.gpt = build_model(
             self.model_config,
             settings.parallel,
             self.state,

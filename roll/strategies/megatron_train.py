@@ -21,8 +21,8 @@ from roll.checkpoint.sharded import load_common, load_sharded, save_sharded
 from roll.checkpoint.training_state import restore_training_state, sharded_training_state
 from roll.config import OptimizerSettings, StrategySettings
 from roll.errors import UserError
-from roll.models.families import to_family
-from roll.models.hf_mapping import export_hf_tensors
+from roll.models.family_tensors import to_family
+from roll.models.hf_mapping import export_hf_gradients, export_hf_tensors
 from roll.models.tied_embeddings import sum_tied_gradients
 from roll.parallel.gradient_norm import gradient_norm
 from roll.parallel.state import ParallelState
@@ -154,11 +154,11 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
         return float(self.optimizer.param_groups[0]["lr"])
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole gradient) of this stage that the last `train_step` used, after clipping.
+        """(Hugging Face name, whole gradient) of this stage's trained weights that the last `train_step` used, clipped.
 
         Collective over the ranks that share the weights. For inspection: optimizers read `main_grad` themselves.
         """
-        yield from export_hf_tensors(self.gpt, self.state, of="main_grad")
+        yield from export_hf_gradients(self.gpt, self.state)
 
     def model_update(self, bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
         tensors = export_hf_tensors(self.gpt, self.state, dtype=self._dtype)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from roll.families import FAMILIES
+
 # Non-square everywhere; two query heads for each key-value head.
 SIZES: dict[str, Any] = {
     "vocab_size": 40,
@@ -38,7 +40,8 @@ def scaled(rope_type: str, **parameters: Any) -> dict[str, Any]:
 
 
 CASES: dict[str, Case] = {
-    "llama": Case("llama"),
+    name: Case(name, dict(family.only)) for name, family in FAMILIES.items() if family.in_transformers is None
+} | {
     "llama-tied": Case("llama", {"tie_word_embeddings": True} | scaled("dynamic")),
     "llama-bias": Case("llama", {"attention_bias": True}),
     "llama-linear": Case("llama", scaled("linear")),
@@ -47,10 +50,9 @@ CASES: dict[str, Case] = {
         {"head_dim": 10}
         | scaled("llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16),
     ),
-    "mistral": Case("mistral", {"head_dim": 8, "sliding_window": None}),
-    "qwen2": Case("qwen2"),
+    "mistral-heads": Case("mistral", {"head_dim": 8, "sliding_window": None}),
     "qwen2-tied": Case("qwen2", {"tie_word_embeddings": True}),
-    "qwen3": Case("qwen3", {"head_dim": 10} | scaled("dynamic")),
+    "qwen3-dynamic": Case("qwen3", {"head_dim": 10} | scaled("dynamic")),
     "qwen3-bias": Case("qwen3", {"head_dim": 6, "attention_bias": True}),
     "qwen3-tied": Case("qwen3", {"head_dim": 6, "tie_word_embeddings": True}),
 }

@@ -18,16 +18,19 @@ from transformers import AutoModelForCausalLM
 
 from roll.checkpoint.hf import load_weights, save_hf
 from roll.checkpoint.tensor_sources import HfFolder, RandomTensors, tensor_source
-from roll.config import FAMILIES, ModelConfig, ParallelSettings
+from roll.config import ModelConfig, ParallelSettings
 from roll.data.packing import pack_rows
 from roll.data.sequence_split import SequenceSplit
-from roll.models.families import EMBEDDING, TENSOR_NAMES, to_family
+from roll.families import find_family
+from roll.families.tensors import EMBEDDING, OUTPUT
+from roll.models.family_tensors import to_family
+from roll.models.gpt import build_model
 from roll.models.hf_layout import hf_shapes
-from roll.models.internlm2 import build_internlm2
 from roll.models.packed_sequence import PackedSequence
 from roll.parallel.state import ParallelState, parallel_groups
 from tests.checkpoint.families_in_transformers import CASES, Case, sequences, write_with_transformers
 from tests.checkpoint.folder_of_tensors import INDEX, assert_same_bytes, random_tensors, read_folder, write_folder
+from tests.families import HAVING_BIAS, NAMES, family_setting, tiny
 from tests.layouts import name_of
 from tests.rank_pool import RankPool
 
@@ -50,7 +53,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, l
 def logits_of(folder: Path, case: Case, target: Path, parallel: ParallelSettings, state: ParallelState) -> Tensor:
     """Load, write to `target`, and run all sequences as one packed row: logits `[T, V]` of the last stage."""
     model = ModelConfig.from_folder(folder)
-    gpt = build_internlm2(model, parallel, state, dtype=torch.float32, head="lm").eval()
+    gpt = build_model(model, parallel, state, dtype=torch.float32, head="lm").eval()
     load_weights(gpt, tensor_source(folder, model, init="load", head="lm", seed=0), state)
     save_hf(target, gpt, model, state, dtype=torch.float32, source=folder, max_shard_bytes=40 << 10)
     ids = torch.nn.utils.rnn.pad_sequence(sequences(case), batch_first=True, padding_value=-1)
@@ -102,7 +105,7 @@ def test_logits_and_bytes_are_those_of_transformers(
         assert ModelConfig.from_folder(tmp_path / name) == ModelConfig.from_folder(folder)
 
 
-@pytest.mark.parametrize("name", ["llama3", "llama-bias", "qwen2-tied", "qwen3"])
+@pytest.mark.parametrize("name", ["llama3", "llama-bias", "qwen2-tied", "qwen3-dynamic"])
 def test_transformers_reads_what_we_write(
     ranks: RankPool, written: dict[str, tuple[Path, list[Tensor]]], tmp_path: Path, name: str
 ) -> None:
@@ -117,16 +120,15 @@ def test_transformers_reads_what_we_write(
 
 def model_of(family: str, **changes: Any) -> ModelConfig:
     sizes: dict[str, Any] = {
-        "model_type": family,
         "vocab_size": 12,
         "hidden_size": 16,
+        "head_dim": 4,
         "intermediate_size": 20,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "max_position_embeddings": 16,
     }
-    return ModelConfig(**(sizes | changes))
+    return tiny(family, **(sizes | changes))
 
 
 def folder_of(path: Path, model: ModelConfig, files: int = 2) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -138,10 +140,9 @@ def folder_of(path: Path, model: ModelConfig, files: int = 2) -> tuple[dict[str,
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", NAMES)
 def test_parts_are_chunks_of_canonical_tensors(tmp_path: Path, family: str, tied: bool) -> None:
-    has_key = FAMILIES[family].bias_key is not None
-    model = model_of(family, tie_word_embeddings=tied, bias=has_key and not tied)
+    model = model_of(family, tie_word_embeddings=tied, bias=family in HAVING_BIAS and not tied)
     _, canonical = folder_of(tmp_path, model)
     if tied:
         canonical["output.weight"] = canonical["model.tok_embeddings.weight"]
@@ -157,8 +158,8 @@ def test_parts_are_chunks_of_canonical_tensors(tmp_path: Path, family: str, tied
 
 
 def test_random_weights_of_a_family() -> None:
-    for family, description in FAMILIES.items():
-        model = model_of(family, tie_word_embeddings=True, bias=description.bias_key is not None)
+    for family in NAMES:
+        model = model_of(family, tie_word_embeddings=True, bias=family in HAVING_BIAS)
         source = RandomTensors(model, "lm", seed=3)
         whole = {name: source.part(name, None, 0, 1) for name in hf_shapes(model, "lm")}
         assert torch.equal(whole["output.weight"], whole["model.tok_embeddings.weight"])
@@ -214,12 +215,12 @@ def test_half_a_download_is_refused(tmp_path: Path) -> None:
         tensor_source(tmp_path, model, init="load", head="lm", seed=0)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", NAMES)
 def test_frequencies_of_rope_in_old_files_are_left_out(tmp_path: Path, family: str) -> None:
     model = model_of(family)
     own, _ = folder_of(tmp_path, model)
-    attention = "attention" if family == "internlm2" else "self_attn"
-    names = [f"model.layers.{n}.{attention}.rotary_emb.inv_freq" for n in range(2)] + ["model.rotary_emb.inv_freq"]
+    outputs = [model.family.names.of(f"model.layers.{n}.attention.wo.weight")[0] for n in range(2)]
+    names = [f"{wo.rsplit('.', 2)[0]}.rotary_emb.inv_freq" for wo in outputs] + ["model.rotary_emb.inv_freq"]
     write_folder(tmp_path, model, own | {name: torch.ones(2) for name in names}, files=2)
     HfFolder(tmp_path, model).check("lm")
 
@@ -229,7 +230,7 @@ def tied_problem(output: str, embedding: str) -> str:
 
 
 @pytest.mark.parametrize("files", [1, 2])
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", NAMES)
 def test_a_tied_output_beside_its_embedding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, files: int
 ) -> None:
@@ -237,7 +238,7 @@ def test_a_tied_output_beside_its_embedding(
     monkeypatch.setattr("roll.checkpoint.tensor_sources.COMPARED_ROWS", 5)  # 12 rows: two pieces and a rest.
     model = model_of(family, tie_word_embeddings=True)
     own, canonical = folder_of(tmp_path, model)
-    (output,), (embedding,) = (TENSOR_NAMES[family].of(name) for name in ("output.weight", EMBEDDING))
+    (output,), (embedding,) = (model.family.names.of(name) for name in (OUTPUT, EMBEDDING))
     assert output not in own
     (tmp_path / "model.safetensors").unlink(missing_ok=True)
     write_folder(tmp_path, model, own | {output: own[embedding].clone()}, files)
@@ -260,23 +261,24 @@ def test_a_tied_output_beside_its_embedding(
     assert torch.equal(source.part("output.weight", None, 0, 1), other)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", NAMES)
 def test_a_folder_that_holds_the_network_without_its_output(tmp_path: Path, family: str) -> None:
     """`AutoModel.save_pretrained` leaves `model.` out of every name, and says so under `architectures`."""
     model = model_of(family, tie_word_embeddings=True)
     own, canonical = folder_of(tmp_path, model, files=1)
-    short = {name.removeprefix("model."): tensor for name, tensor in own.items()}
+    prefix = find_family(family).base_prefix
+    short = {name.removeprefix(prefix): tensor for name, tensor in own.items()}
     write_folder(tmp_path, model, short | {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)})
     content = model.to_hf_dict()
     content["architectures"] = [content["architectures"][0].replace("ForCausalLM", "Model")]
     (tmp_path / "config.json").write_text(json.dumps(content))
-    assert ModelConfig.from_folder(tmp_path) == model
+    assert ModelConfig.from_folder(tmp_path, family_setting(family)) == model
     source = tensor_source(tmp_path, model, init="load", head="lm", seed=0)
     canonical["output.weight"] = canonical[EMBEDDING]
     for name, tensor in canonical.items():
         assert torch.equal(source.part(name, None, 0, 1), tensor), name
     untied = model.model_copy(update={"tie_word_embeddings": False})
-    (output,) = TENSOR_NAMES[family].of("output.weight")
+    (output,) = model.family.names.of(OUTPUT)
     with pytest.raises(ValueError, match=rf"missing: {output}$"):
         HfFolder(tmp_path, untied).check("lm")
     HfFolder(tmp_path, untied).check("value")

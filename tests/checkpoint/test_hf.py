@@ -13,7 +13,7 @@ from roll.checkpoint.hf import load_weights, save_hf
 from roll.checkpoint.sharded import save_sharded
 from roll.checkpoint.tensor_sources import tensor_source
 from roll.config import ModelConfig, ParallelSettings
-from roll.models.internlm2 import build_internlm2
+from roll.models.gpt import build_model
 from roll.parallel.state import parallel_groups
 from tests.checkpoint.folder_of_tensors import (
     TOKENIZER_FILES,
@@ -56,7 +56,7 @@ def through_the_model(
         for source_folder, head, target in jobs:
             model = ModelConfig.from_folder(source_folder)
             source = tensor_source(source_folder, model, init="load", head=head, seed=0)
-            gpt = build_internlm2(model, parallel, state, dtype=dtype, head=head)
+            gpt = build_model(model, parallel, state, dtype=dtype, head=head)
             load_weights(gpt, source, state)
             save_hf(target, gpt, model, state, dtype=dtype, source=source_folder, max_shard_bytes=max_shard_bytes)
             numbers = sum(parameter.numel() for parameter in gpt.parameters())
@@ -131,7 +131,7 @@ def saves_that_fail(folder: Path, notes: Path, target: Path) -> list[str]:
     """Errors of this rank: a target below a file, a target with foreign files."""
     told = []
     with parallel_groups(ParallelSettings(tp=2)) as state:
-        gpt = build_internlm2(TINY, ParallelSettings(tp=2), state, dtype=torch.float32, head="lm")
+        gpt = build_model(TINY, ParallelSettings(tp=2), state, dtype=torch.float32, head="lm")
         load_weights(gpt, tensor_source(folder, TINY, init="random", head="lm", seed=0), state)
         below = folder / "config.json" / "model"
         with pytest.raises(OSError, match="the model cannot be written: Not a directory: " + repr(str(below))) as error:

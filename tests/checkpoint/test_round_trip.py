@@ -12,12 +12,14 @@ from torch import Tensor
 
 from roll.checkpoint.hf import load_weights, save_hf
 from roll.checkpoint.tensor_sources import tensor_source
-from roll.config import FAMILIES, ModelConfig, ParallelSettings, StrategySettings
-from roll.models.families import EMBEDDING, TENSOR_NAMES, to_family
-from roll.models.internlm2 import build_internlm2
+from roll.config import ModelConfig, ParallelSettings, StrategySettings
+from roll.families.tensors import EMBEDDING, OUTPUT
+from roll.models.family_tensors import to_family
+from roll.models.gpt import build_model
 from roll.parallel.state import parallel_groups
 from roll.strategies.hf import HfStrategy
 from tests.checkpoint.folder_of_tensors import assert_same_bytes, random_tensors, read_folder, write_folder
+from tests.families import NAMES, family_setting, tiny
 from tests.rank_pool import RankPool
 
 MODES: list[dict[str, Any]] = [
@@ -41,28 +43,18 @@ BESIDE = {
     "merges.txt": "#version\r\na b",
 }
 KEYS = {"auto_map": {"AutoModelForCausalLM": "modeling_own.OwnModel"}, "pad_token_id": -1, "my_own": {"key": [None, 1]}}
-CASES = [(family, tie) for family in sorted(FAMILIES) for tie in ("untied", "tied", "tied, with an output")]
+CASES = [(family, tie) for family in NAMES for tie in ("untied", "tied", "tied, with an output")]
 
 
 def model_of(family: str, tied: bool) -> ModelConfig:
-    return ModelConfig(
-        model_type=family,
-        vocab_size=12,
-        hidden_size=16,
-        intermediate_size=20,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=16,
-        tie_word_embeddings=tied,
-    )
+    return tiny(family, num_hidden_layers=2, tie_word_embeddings=tied)
 
 
 def make(folder: Path, family: str, tie: str) -> dict[str, Tensor]:
     """A folder as people publish it, and the tensors that it must have afterwards."""
     model = model_of(family, tie != "untied")
     tensors = {name: x.contiguous() for name, x in to_family(model, random_tensors(model, "lm").items())}
-    (embedding,), (output,) = (TENSOR_NAMES[family].of(name) for name in (EMBEDDING, "output.weight"))
+    (embedding,), (output,) = (model.family.names.of(name) for name in (EMBEDDING, OUTPUT))
     held = tensors | ({output: tensors[embedding].clone()} if "output" in tie else {})
     write_folder(folder, model, held, files=2)
     for name, text in BESIDE.items():
@@ -90,12 +82,12 @@ def assert_came_back(before: dict[str, bytes], tensors: dict[str, Tensor], folde
     assert_same_bytes(read_folder(folder), tensors)
 
 
-def through_the_model(jobs: list[tuple[Path, list[Path]]], layout: dict[str, Any]) -> None:
+def through_the_model(jobs: list[tuple[Path, list[Path], str | None]], layout: dict[str, Any]) -> None:
     parallel = ParallelSettings(**layout)
     with parallel_groups(parallel) as state:
-        for source, targets in jobs:
-            model = ModelConfig.from_folder(source)
-            gpt = build_internlm2(model, parallel, state, dtype=torch.float32, head="lm")
+        for source, targets, family in jobs:
+            model = ModelConfig.from_folder(source, family)
+            gpt = build_model(model, parallel, state, dtype=torch.float32, head="lm")
             load_weights(gpt, tensor_source(source, model, init="load", head="lm", seed=0), state)
             for target in targets:
                 save_hf(target, gpt, model, state, dtype=torch.float32, source=source)
@@ -105,7 +97,8 @@ def every_mode(root: Path) -> None:
     """Elsewhere and over itself, in every mode. One job: starting ranks takes longer than all of this."""
     for layout in MODES:
         jobs = [
-            (folder := root / layout["mode"] / f"{n}", [Path(f"{folder}-again"), folder]) for n in range(len(CASES))
+            (folder := root / layout["mode"] / f"{n}", [Path(f"{folder}-again"), folder], family_setting(family))
+            for n, (family, _) in enumerate(CASES)
         ]
         through_the_model(jobs, layout)
 
@@ -129,7 +122,7 @@ def test_the_strategy_of_transformers_does_the_same(tmp_path: Path, family: str,
     source = tmp_path / "source"
     tensors = make(source, family, tie)
     before = snapshot(source)
-    strategy = HfStrategy(StrategySettings(name="hf", model_path=source))
+    strategy = HfStrategy(StrategySettings(name="hf", model_path=source, family=family_setting(family)))
     strategy.initialize()
     for target, without in ((tmp_path / "again", {"README.md"}), (source, set[str]())):
         strategy.save_hf(target)

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from roll.config import FAMILIES, ConfigError, ModelConfig, RopeScaling
+from roll.config import ConfigError, ModelConfig, RopeScaling
+from roll.families import FAMILIES, find_family
+from tests.families import LISTED, NAMES, family_setting
 
 SIZES: dict[str, Any] = {
     "vocab_size": 40,
@@ -27,47 +29,49 @@ LLAMA3: dict[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8,
 }
-RELATIVES = sorted(FAMILIES.keys() - {"internlm2"})
+IN_TRANSFORMERS = [name for name, family in FAMILIES.items() if family.in_transformers is None]
 
 
-def read(folder: Path, content: dict[str, Any]) -> ModelConfig:
+def read(folder: Path, content: dict[str, Any], family: str | None = None) -> ModelConfig:
     (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
-    return ModelConfig.from_folder(folder)
+    return ModelConfig.from_folder(folder, family)
 
 
 def llama(**changes: Any) -> dict[str, Any]:
     return SIZES | {"model_type": "llama"} | changes
 
 
-@pytest.mark.parametrize("family", RELATIVES)
+@pytest.mark.parametrize("family", IN_TRANSFORMERS)
 def test_absent_keys_mean_what_transformers_means(tmp_path: Path, family: str) -> None:
     theirs = AutoConfig.for_model(family)
-    needed = {} if family != "mistral" else {"sliding_window": None}  # Its default is a window.
+    needed = FAMILIES[family].only  # The default of Mistral's `sliding_window` is one, which is not supported.
     sizes = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"} | {"num_attention_heads": 32}
     sizes |= {"hidden_size": 32 * 6}
-    ours = read(tmp_path, sizes | {"model_type": family} | needed)
+    ours = read(tmp_path, sizes | {"model_type": family, **needed})
     same = ("rms_norm_eps", "initializer_range", "tie_word_embeddings", "num_key_value_heads")
     tokens = ("bos_token_id", "eos_token_id", "pad_token_id")
     for key in same + tokens:
         assert getattr(ours, key) == getattr(theirs, key), key
     assert ours.rope_theta == theirs.default_theta
     # Those whose default follows from the sizes have it filled in.
-    assert ours.head_dim == (128 if family == "qwen3" else 6)
+    assert ours.head_dim == getattr(type(theirs)(**sizes), "head_dim", 6)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", NAMES)
 def test_what_is_written_is_read_back(tmp_path: Path, family: str, tied: bool) -> None:
-    scaling = {"rope_type": "dynamic", "factor": 2.0} if family == "internlm2" else LLAMA3
+    declared = find_family(family)
+    scaling = LLAMA3 if "llama3" in declared.rope_types else {"rope_type": "dynamic", "factor": 2.0}
     changes: dict[str, Any] = {"eos_token_id": (2, 7), "rope_theta": 5e5, "tie_word_embeddings": tied}
-    if family != "internlm2":
+    if declared.free_head_dim:
         changes["head_dim"] = 10
     model = ModelConfig(model_type=family, rope_scaling=RopeScaling(**scaling), **SIZES | changes)
     content = model.to_hf_dict()
-    assert read(tmp_path, content) == model
-    assert content["architectures"] == [FAMILIES[family].architecture]
+    assert read(tmp_path, content, family_setting(family)) == model
+    assert (content["architectures"], content["model_type"]) == ([declared.architecture], declared.model_type)
     if family == "internlm2":  # Its config class accepts these two keys and no other.
         assert content["rope_scaling"] == {"type": "dynamic", "factor": 2.0}
+    if family not in IN_TRANSFORMERS:
         return
     theirs = AutoConfig.for_model(**json.loads(json.dumps(content)))
     assert theirs.rope_parameters == {"rope_theta": 5e5, **LLAMA3}
@@ -77,16 +81,16 @@ def test_what_is_written_is_read_back(tmp_path: Path, family: str, tied: bool) -
 
 
 def test_biases_and_norms_are_the_familys() -> None:
-    models = [ModelConfig(model_type=family, **SIZES) for family in FAMILIES]
-    has = {model.model_type: (model.qkv_bias, model.bias, model.qk_norm) for model in models}
     nothing = (False, False, False)
-    assert has == {
+    for family, expected in {
         "internlm2": nothing,
         "llama": nothing,
         "mistral": nothing,
         "qwen2": (True, False, False),
         "qwen3": (False, False, True),
-    }
+    }.items():
+        model = ModelConfig(model_type=family, **SIZES)
+        assert (model.qkv_bias, model.bias, model.qk_norm) == expected, family
 
 
 @pytest.mark.parametrize(
@@ -119,7 +123,7 @@ def test_biases_are_what_the_familys_key_says(
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2"])
 def test_biases_of_a_family_without_a_key_are_refused(family: str) -> None:
-    line = f"bias: {family} has only false; true is of 'internlm2', 'llama', 'qwen3'"
+    line = rf"bias: {family} has only false; true is of 'internlm2', 'llama',.* 'qwen3'"
     with pytest.raises(ConfigError, match=line):
         ModelConfig(model_type=family, bias=True, **SIZES)
 
@@ -144,8 +148,8 @@ def test_context_length(tmp_path: Path, scaling: dict[str, Any] | None, length: 
     [
         (
             SIZES | {"model_type": "qwen3_moe", "num_experts": 8},
-            "model_type: only 'internlm2', 'llama', 'mistral', 'qwen2' and 'qwen3' are supported, "
-            "got 'qwen3_moe', a mixture of experts",
+            f"model_type: only {LISTED} are supported, "
+            "got 'qwen3_moe', a mixture of experts; the setting `family` names one of your own, as module:Name",
         ),
         (llama(num_local_experts=8), "num_local_experts: mixtures of experts are not supported, got 8"),
         (llama(attention_bias=2), "attention_bias: must be a valid boolean, got 2"),

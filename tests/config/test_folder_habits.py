@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from roll.config import FAMILIES, ConfigError, ModelConfig
+from roll.config import ConfigError, ModelConfig
+from roll.families import find_family
+from tests.families import NAMES, family_setting
 
 SIZES: dict[str, Any] = {
     "vocab_size": 40,
@@ -19,23 +21,26 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 64,
 }
-NEEDED: dict[str, dict[str, Any]] = {"internlm2": {"bias": False}, "mistral": {"sliding_window": None}}
 
 
 def read(folder: Path, family: str, **content: Any) -> ModelConfig:
-    whole = {"model_type": family} | NEEDED.get(family, {}) | content
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in whole.items() if value != "absent"}))
-    return ModelConfig.from_folder(folder)
+    """What is read from a config.json with `content` under the family's keys, and the values that it must have."""
+    declared = find_family(family)
+    own = {declared.key(name): value for name, value in content.items() if value != "absent"}
+    whole = {"model_type": declared.model_type, **declared.only} | own
+    (folder / "config.json").write_text(json.dumps(whole))
+    return ModelConfig.from_folder(folder, family_setting(family))
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", NAMES)
 def test_a_token_id_of_minus_one_is_none(tmp_path: Path, family: str) -> None:
     """Llama's first folders have `pad_token_id: -1`."""
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         assert getattr(read(tmp_path, family, **SIZES, **{name: -1}), name) is None
         assert getattr(read(tmp_path, family, **SIZES, **{name: None}), name) is None
         assert getattr(read(tmp_path, family, **SIZES, **{name: 3}), name) == 3
-        with pytest.raises(ConfigError, match=rf"config\.json: {name}: 40 is not below vocab_size 40$"):
+        key = find_family(family).key(name)
+        with pytest.raises(ConfigError, match=rf"config\.json: {key}: 40 is not below vocab_size 40$"):
             read(tmp_path, family, **SIZES, **{name: 40})
     with pytest.raises(ConfigError, match=r"config\.json: pad_token_id: must be greater than or equal to 0, got -2$"):
         read(tmp_path, family, **SIZES, pad_token_id=-2)
@@ -68,7 +73,7 @@ def test_a_head_size_that_is_not_named(tmp_path: Path, family: str, absent: int)
     assert read(tmp_path, family, **SIZES, head_dim=None).head_dim == 384 // 32
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", NAMES)
 @pytest.mark.parametrize(
     ("content", "theta"),
     [
@@ -103,14 +108,15 @@ def test_numbers_that_are_written_as_text(tmp_path: Path) -> None:
         read(tmp_path, "llama", **SIZES | {"hidden_size": "384"})
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", NAMES)
 def test_a_null_says_no_more_than_a_missing_key(tmp_path: Path, family: str) -> None:
     nulls = dict.fromkeys(("rms_norm_eps", "initializer_range", "tie_word_embeddings", "rope_theta", "architectures"))
     assert read(tmp_path, family, **SIZES, **nulls) == read(tmp_path, family, **SIZES)
-    for key, only in FAMILIES[family].only.items():
+    for key, only in find_family(family).only.items():
         if only is False:
             assert read(tmp_path, family, **SIZES, **{key: None}) == read(tmp_path, family, **SIZES)
-    with pytest.raises(ConfigError, match=r"hidden_size: this setting is required, but not given$"):
+    key = find_family(family).key("hidden_size")
+    with pytest.raises(ConfigError, match=rf"{key}: this setting is required, but not given$"):
         read(tmp_path, family, **SIZES | {"hidden_size": None})
 
 
@@ -122,7 +128,7 @@ def test_a_window_that_is_not_used(tmp_path: Path, family: str) -> None:
         read(tmp_path, family, **SIZES, **unused | {"use_sliding_window": True})
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", NAMES)
 def test_bookkeeping_is_not_read(tmp_path: Path, family: str) -> None:
     kept = {
         "torch_dtype": "float16",

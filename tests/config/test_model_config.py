@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from roll.config import ConfigError, ModelConfig, ParallelSettings, check_parallel
+from tests.families import LISTED
 
 SIZES: dict[str, Any] = {
     "vocab_size": 92544,
@@ -41,7 +42,8 @@ HF = SIZES | {
 }
 
 
-KNOWN_TYPES = "model_type: only 'internlm2', 'llama', 'mistral', 'qwen2' and 'qwen3' are supported"
+OWN_TYPES = "; the setting `family` names one of your own, as module:Name"
+KNOWN_TYPES = f"model_type: only {LISTED} are supported"
 
 
 def write(folder: Path, content: object) -> Path:
@@ -84,8 +86,8 @@ def test_rope_parameters_of_transformers_5(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "line"),
     [
-        (HF | {"model_type": "gpt2", "bias": True}, f"{KNOWN_TYPES}, got 'gpt2'"),
-        (without("model_type"), f"{KNOWN_TYPES}, got None"),
+        (HF | {"model_type": "gpt2", "bias": True}, f"{KNOWN_TYPES}, got 'gpt2'{OWN_TYPES}"),
+        (without("model_type"), f"{KNOWN_TYPES}, got None{OWN_TYPES}"),
         (HF | {"hidden_act": "gelu"}, 'hidden_act: only "silu" is supported, got "gelu"'),
         (without("hidden_size"), "hidden_size: this setting is required, but not given"),
         (HF | {"num_attention_heads": 33}, "num_attention_heads: 33 does not divide hidden_size 4096"),

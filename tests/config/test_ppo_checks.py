@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from roll.config import ModelConfig, PPOConfig, load_config
+from tests.families import LISTED
 
 Complaints = Callable[..., list[str]]
 
@@ -185,8 +186,8 @@ def test_a_model_folder_gives_the_architecture(base: Path, complaints: Complaint
 
     (folder / "config.json").write_text('{"model_type": "gpt2"}', encoding="utf-8")
     assert complaints(*source) == [
-        f"model_path: {folder}/config.json: model_type: only 'internlm2', 'llama', 'mistral', 'qwen2' and 'qwen3' "
-        "are supported, got 'gpt2'"
+        f"model_path: {folder}/config.json: model_type: only {LISTED} "
+        "are supported, got 'gpt2'; the setting `family` names one of your own, as module:Name"
     ]
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from transformers.utils import logging as transformers_logging
 
-from roll.config import FAMILIES
 from roll.data.tokenizer import build_char_tokenizer
 from roll.data.tokenizer_folder import load_tokenizer
+from roll.families import FAMILIES
 
 TOKENIZER = build_char_tokenizer()
 TEXT = "the  cat sat, 1+2="

@@ -14,7 +14,7 @@ from roll.config import ParallelSettings
 from roll.data.packing import align_segments
 from roll.data.sequence_split import SequenceSplit
 from roll.models import partial_attention
-from roll.models.internlm2 import core_attention
+from roll.models.gpt import core_attention
 from roll.models.packed_sequence import PackedSequence
 from roll.models.partial_attention import attend_partly, merge, partial_gradients
 from roll.models.segments import Segments

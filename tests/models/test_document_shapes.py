@@ -16,8 +16,8 @@ from roll.checkpoint.hf import load_weights
 from roll.checkpoint.tensor_sources import tensor_source
 from roll.config import ParallelSettings
 from roll.data.sequence_split import SequenceSplit
+from roll.models.gpt import build_model
 from roll.models.inspection import forward_shapes, local_shapes
-from roll.models.internlm2 import build_internlm2
 from roll.models.packed_sequence import PackedSequence
 from roll.parallel.state import parallel_groups
 from tests.rank_pool import RankPool
@@ -38,7 +38,7 @@ POSITIONS = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4])
 def inspected(settings: dict[str, Any], parallel_output: bool) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
     parallel = ParallelSettings(**settings)
     with parallel_groups(parallel) as state:
-        gpt = build_internlm2(BIASED, parallel, state, dtype=torch.float32, head="lm").eval()
+        gpt = build_model(BIASED, parallel, state, dtype=torch.float32, head="lm").eval()
         load_weights(gpt, tensor_source(Path(), BIASED, init="random", head="lm", seed=0), state)
         packed = PackedSequence.packed(CU_SEQLENS, SequenceSplit(parallel, state.cp.rank()))
         assert torch.equal(packed.position_ids, packed.own(POSITIONS.unsqueeze(0))[0])

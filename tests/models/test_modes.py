@@ -19,7 +19,7 @@ from roll.checkpoint.tensor_sources import tensor_source
 from roll.config import ModelConfig, ParallelSettings
 from roll.data.sequence_split import SequenceSplit
 from roll.models.embedding import HiddenParallelEmbedding
-from roll.models.internlm2 import build_internlm2, megatron_config
+from roll.models.gpt import build_model, megatron_config
 from roll.models.packed_sequence import PackedSequence
 from roll.models.ulysses import heads_to_ranks, ranks_to_heads
 from roll.parallel.sequence_gather import gather_sequence
@@ -111,7 +111,7 @@ def gathers_per_pass(settings: dict[str, Any]) -> tuple[int, int, float]:
     """All-gathers in forward and in backward, and the loss."""
     parallel = ParallelSettings(**settings)
     with parallel_groups(parallel) as state:
-        gpt = build_internlm2(TINY, parallel, state, dtype=torch.float32, head="lm").train()
+        gpt = build_model(TINY, parallel, state, dtype=torch.float32, head="lm").train()
         load_weights(gpt, tensor_source(Path(), TINY, init="random", head="lm", seed=0), state)
         ids = unpacked_ids()
         with counted_gathers() as count:
@@ -143,7 +143,7 @@ def gathers_ahead(settings: dict[str, Any]) -> tuple[list[int], list[int]]:
     """Weight gathers that have begun when each layer computes; numbers that the rank holds after the pass."""
     parallel = ParallelSettings(**settings)
     with parallel_groups(parallel) as state:
-        gpt = build_internlm2(TINY, parallel, state, dtype=torch.float32, head="lm").eval()
+        gpt = build_model(TINY, parallel, state, dtype=torch.float32, head="lm").eval()
         load_weights(gpt, tensor_source(Path(), TINY, init="random", head="lm", seed=0), state)
         begun, at_layer = [0], []
         gather = dist.all_gather_single

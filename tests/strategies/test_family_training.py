@@ -1,8 +1,7 @@
-"""Training of the relatives: biases, norms of queries and keys, and scaled RoPE, against one process with transformers.
+"""The parity grid: every family under every mode against one process with transformers.
 
-InternLM2 with biases is transformers' Llama with `attention_bias`.
-
-Batch and loss are those of `tiny`; one job trains all families under a layout.
+Families come from `tests.families`: those of the package, and one from outside of it. Batch and loss are those of
+`tiny`; one job trains all models under a layout.
 """
 
 from __future__ import annotations
@@ -15,25 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from roll.config import ModelConfig, ParallelSettings, RopeScaling
-from roll.models.families import to_family
+from roll.config import ParallelSettings, RopeScaling, StrategySettings
+from roll.models.family_tensors import to_family
 from roll.parallel.state import parallel_groups
 from roll.protocol import DataProto
 from roll.strategies import HfStrategy, MegatronTrainStrategy
 from tests.checkpoint.folder_of_tensors import random_tensors, write_folder
+from tests.families import family_setting, tiny, variants
 from tests.layouts import name_of
 from tests.rank_pool import RankPool
-from tests.strategies.tiny import TINY, make_batch, merge_stages, settings, weighted_nll
+from tests.strategies.tiny import make_batch, merge_stages, settings, weighted_nll
 
-# Rows of the batch have up to 12 tokens.
-DYNAMIC = {"max_position_embeddings": 7, "rope_scaling": RopeScaling(rope_type="dynamic", factor=2.0)}
-MODELS: dict[str, dict[str, Any]] = {
-    "qwen2": {"model_type": "qwen2"},
-    "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},
-    "qwen3": {"model_type": "qwen3", "head_dim": 10} | DYNAMIC,
-    "internlm2": DYNAMIC,
-    "internlm2-bias": {"bias": True},
-}
+MODELS = variants()
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (1, {}),
     (2, {"tp": 2}),
@@ -45,16 +37,16 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-def model_of(family: str) -> ModelConfig:
-    return ModelConfig(**TINY.model_dump(exclude={"head_dim", "rope_scaling"}) | MODELS[family])
+def settings_of(name: str, folder: Path, strategy: str = "megatron_train", **layout: Any) -> StrategySettings:
+    return settings(folder, strategy, init="load", family=family_setting(MODELS[name].model_type), **layout)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Random numbers everywhere: biases that are zero and norms that are one would hide that they are missing."""
     written = {}
-    for family in MODELS:
-        model, folder = model_of(family), tmp_path_factory.mktemp(family)
+    for family, model in MODELS.items():
+        folder = tmp_path_factory.mktemp(f"model{len(written)}")
         canonical = {
             name: 1 + 0.3 * tensor if "norm" in name else 0.15 * tensor
             for name, tensor in random_tensors(model, "lm").items()
@@ -83,7 +75,7 @@ def train_on_ranks(folders: dict[str, Path], layout: dict[str, Any]) -> dict[str
     outcomes = {}
     with parallel_groups(parallel) as state:
         for family, folder in folders.items():
-            strategy = MegatronTrainStrategy(settings(folder, init="load", **layout), state)
+            strategy = MegatronTrainStrategy(settings_of(family, folder, **layout), state)
             batch = make_batch() if state.is_leader else make_batch().stub()
             outcome = train(strategy, batch)
             outcomes[family] = outcome | {key: merge_stages(outcome[key]) for key in ("gradients", "weights")}
@@ -94,8 +86,7 @@ def train_on_ranks(folders: dict[str, Path], layout: dict[str, Any]) -> dict[str
 @pytest.fixture(scope="module")
 def reference(folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
     return {
-        family: train(HfStrategy(settings(folder, "hf", init="load")), make_batch())
-        for family, folder in folders.items()
+        family: train(HfStrategy(settings_of(family, folder, "hf")), make_batch()) for family, folder in folders.items()
     }
 
 
@@ -127,7 +118,7 @@ def test_results_and_gradients_are_those_of_one_process(
 def test_a_rollout_takes_over_what_the_trainer_sends(ranks: RankPool, folders: dict[str, Path]) -> None:
     (outcomes,) = ranks.run(train_on_ranks, folders, {}, world_size=1)
     for family, folder in folders.items():
-        strategy = HfStrategy(settings(folder, "hf", init="load"))
+        strategy = HfStrategy(settings_of(family, folder, "hf"))
         strategy.initialize()
         weights = outcomes[family]["weights"]
         for name, tensor in weights.items():  # each a bucket of its own, q without k and v
@@ -148,7 +139,7 @@ def refusal_of(folder: Path) -> str:
 
 def test_sequences_beyond_the_scaled_context_are_refused(ranks: RankPool, tmp_path: Path) -> None:
     short = RopeScaling(rope_type="dynamic", factor=1.6)  # 7 * 1.6 = 11.2
-    model = model_of("internlm2").model_copy(update={"rope_scaling": short})
+    model = tiny("internlm2", max_position_embeddings=7, rope_scaling=short)
     write_folder(tmp_path, model, random_tensors(model, "lm"))
     message = "row 4 has 12 tokens, the model's context is 11"
     assert ranks.run(refusal_of, tmp_path, world_size=1) == [message]
@@ -177,7 +168,7 @@ def _weights(
     weights = {}
     with parallel_groups(ParallelSettings(**layout)) as state:
         for family, folder in folders.items():
-            strategy = MegatronTrainStrategy(settings(folder, init="load", **layout), state)
+            strategy = MegatronTrainStrategy(settings_of(family, folder, **layout), state)
             strategy.initialize()
             act(strategy, family)
             buckets = strategy.model_update(1 << 12)
@@ -188,7 +179,7 @@ def _weights(
 def test_a_checkpoint_holds_biases_and_norms_of_queries_and_keys(
     ranks: RankPool, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    relatives = {family: folders[family] for family in ("qwen3", "internlm2-bias")}
+    relatives = {family: folders[family] for family in ("qwen3-biased", "internlm2-biased")}
     saved = ranks.run(train_and_save, relatives, tmp_path, {"tp": 2}, world_size=2)[0]
     loaded = ranks.run(load, relatives, tmp_path, {"mode": "isp", "wp": 2}, world_size=2)[0]
     for family, weights in saved.items():

@@ -1,7 +1,7 @@
-"""InternLM2 as a Megatron-Core `GPTModel`, through a layer spec of our own.
+"""A model of any family as a Megatron-Core `GPTModel`, through a layer spec of our own.
 
-The architecture is a pre-norm decoder with grouped-query attention, RoPE, RMSNorm and SwiGLU. InternLM2's one `wqkv`
-has rows `[kv_heads, q_per_kv + 2, head_dim]` (the queries of a group, then its key, then its value), which is how
+The architecture is a pre-norm decoder with grouped-query attention, RoPE, RMSNorm and SwiGLU. The canonical `wqkv` has
+rows `[kv_heads, q_per_kv + 2, head_dim]` (the queries of a group, then its key, then its value), which is how
 Megatron-Core lays out `linear_qkv` too.
 """
 
@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch.nn.functional import silu
 
 from roll.config import Head, Mode, ModelConfig, ParallelSettings
+from roll.families.tensors import EMBEDDING, OUTPUT
 from roll.models.all_gather_attention import AllGatherAttention
 from roll.models.attention import PackedCausalAttention
 from roll.models.embedding import HiddenParallelEmbedding
@@ -36,6 +37,7 @@ from roll.models.rms_norm import RMSNorm
 from roll.models.rotary import PositionRotaryEmbedding
 from roll.models.self_attention import GroupedQueryAttention
 from roll.models.ulysses import UlyssesAttention
+from roll.models.weight_rules import is_trained
 from roll.models.weight_sharding import shard_weights
 from roll.parallel.state import ParallelState
 from roll.platform import get_platform
@@ -75,7 +77,7 @@ def megatron_config(model: ModelConfig, parallel: ParallelSettings, dtype: torch
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # variable_seq_lengths is refused otherwise, MoE or not.
         perform_initialization=False,  # Weights come from `roll.checkpoint.hf`, random ones too.
-        use_cpu_initialization=True,  # It is built without memory, see `build_internlm2`.
+        use_cpu_initialization=True,  # It is built without memory, see `build_model`.
         use_te_activation_func=not on_gpu,  # The activation of the layer spec, which is ours.
         # The fused kernels below need CUDA (and some of them Apex or transformer-engine).
         bias_activation_fusion=on_gpu,
@@ -136,7 +138,7 @@ _GATE_AND_UP = {
 }
 
 
-def build_internlm2(
+def build_model(
     model: ModelConfig,
     parallel: ParallelSettings,
     state: ParallelState,
@@ -189,7 +191,10 @@ def build_internlm2(
     gpt.rotary_pos_emb = PositionRotaryEmbedding(model).to(platform.device())
     if state.mode != "isp":
         _mark_parameters(gpt, state.mode)
+    for mapped in mapped_parameters(gpt, state.mode):
+        mapped.parameter.requires_grad_(mapped.trained)
     if state.is_first_stage and model.tie_word_embeddings and head == "lm":
+        assert is_trained(EMBEDDING) == is_trained(OUTPUT), "tied weights are trained together"
         gpt.embedding.weight.shared = True  # The norm of the gradients counts the output layer's copy only.
     return gpt
 
@@ -202,7 +207,7 @@ def _mark_parameters(gpt: GPTModel, mode: Mode) -> None:
     its own tokens only: Megatron-Core sums their gradients over tp (finalize_model_grads.py:318).
     """
     for mapped in mapped_parameters(gpt, mode):
-        if mapped.dim is None:
+        if mapped.split is None:
             mapped.parameter.sequence_parallel = mode in ("msp", "fsp")  # type: ignore[attr-defined]
         elif not hasattr(mapped.parameter, "tensor_model_parallel"):
-            set_tensor_model_parallel_attributes(mapped.parameter, is_parallel=True, dim=mapped.dim, stride=1)
+            set_tensor_model_parallel_attributes(mapped.parameter, is_parallel=True, dim=mapped.split.dim, stride=1)

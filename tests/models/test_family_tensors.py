@@ -10,14 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from roll.config import FAMILIES, ModelConfig
-from roll.models.families import TENSOR_NAMES, from_family, to_family
+from roll.config import ModelConfig
+from roll.families import find_family
+from roll.families.tensors import CANONICAL, VALUE_HEAD
+from roll.models.family_tensors import from_family, to_family
 from roll.models.hf_layout import hf_shapes
-from roll.models.hf_mapping import RULES
 from roll.models.transformers_model import as_family_names, build_transformers_model, canonical_tensors, load_tensors
+from roll.models.weight_rules import RULES
+from tests.families import HAVING_BIAS, NAMES
 
 WQKV, BIAS = "model.layers.3.attention.wqkv.weight", "model.layers.3.attention.wqkv.bias"
-HAVING_BIAS = [name for name, family in FAMILIES.items() if family.bias_key is not None]
 
 
 def model_of(
@@ -124,15 +126,14 @@ def test_internlm2_keeps_its_names() -> None:
     assert [(name, tensor) for name, tensor in to_family(model, tensors.items())] == list(tensors.items())
 
 
-def test_every_family_has_both_tables() -> None:
-    assert TENSOR_NAMES.keys() == FAMILIES.keys()
-    # Every canonical name that a parameter is made of has a name in some family, and the reverse.
-    canonical = {name for names in TENSOR_NAMES.values() for name in names.rows}
-    assert canonical == {name for rule in RULES for name in rule.hf} | {"v_head.weight"}
+def test_every_parameter_is_made_of_tensors_that_families_name() -> None:
+    assert {name for rule in RULES.values() for name in rule.hf} == {*CANONICAL, VALUE_HEAD}
+    # And in some family each has a name.
+    assert {name for family in NAMES for name in find_family(family).tensors} == set(CANONICAL)
 
 
 @given(
-    st.sampled_from(sorted(FAMILIES)),
+    st.sampled_from(NAMES),
     st.integers(1, 3),
     st.integers(1, 3),
     st.integers(1, 3),
@@ -152,7 +153,7 @@ def test_there_and_back(
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", NAMES)
 def test_transformers_model_is_filled_whole(family: str, tied: bool) -> None:
     bias = family in HAVING_BIAS and not tied
     model = model_of(family, groups=2, per_group=3, layers=2, tie_word_embeddings=tied, bias=bias)

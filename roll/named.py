@@ -1,0 +1,34 @@
+"""Objects of a user that settings name as `module:Name`, imported from wherever the user has them."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import traceback
+from typing import Any
+
+from roll.errors import UserError
+
+
+def load_named(name: str, setting: str, kind: str) -> Any:
+    """Import what `setting` names as `module:Name`; `kind` says what it is, in messages.
+
+    Raises UserError when the name has another form, the module cannot be imported, or it has no such object.
+    """
+    module_name, colon, object_name = name.partition(":")
+    if not (colon and object_name.isidentifier() and all(part.isidentifier() for part in module_name.split("."))):
+        raise UserError(f"{setting} {name!r} must be 'module:{kind}'")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # the module is the user's: whatever it raises is reported under its name
+        reason = str(error)
+        if not isinstance(error, ImportError | SyntaxError):
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            reason = f"{type(error).__name__}: {error} ({where.filename} line {where.lineno})"
+        raise UserError(f"{setting} {name!r}: cannot import module {module_name!r}: {reason}") from error
+    if not hasattr(module, object_name):
+        public = [each for each in vars(module) if not each.startswith("_")]
+        near = difflib.get_close_matches(object_name, public, n=3)
+        hint = f"; near names: {', '.join(near)}" if near else ""
+        raise UserError(f"{setting} {name!r}: module {module_name!r} has no {kind} {object_name!r}{hint}")
+    return getattr(module, object_name)
