@@ -192,11 +192,6 @@ def score_responses(responses: list[str], entries: list[Entry]) -> list[float]:
     return [_score(response, entry) for response, entry in zip(responses, entries, strict=True)]
 
 
-def score_all_or_nothing(responses: list[str], entries: list[Entry]) -> list[float]:
-    """1 where the verifier gives its full score, else 0: for tasks whose partial scores reward what is not wanted."""
-    return [float(score >= 1.0) for score in score_responses(responses, entries)]
-
-
 def _score(response: str, entry: Entry) -> float:
     verifier = _verifier(entry["metadata"]["source_dataset"])
     try:

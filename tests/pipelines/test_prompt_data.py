@@ -248,7 +248,7 @@ def test_answers_that_the_warm_start_learns_must_fit(tmp_path: Path) -> None:
         load(tmp_path, "rollout.max_new_tokens=3")
     # It is the warm start's answers that count.
     longer = "warm_start.data.task.params={min_word_len: 10, max_word_len: 12}"
-    with pytest.raises(ValueError, match="with its end token, max_new_tokens is 10"):
+    with pytest.raises(ValueError, match="with its end token, max_new_tokens is 6"):
         load(tmp_path, longer, "warm_start.data.task.max_prompt_tokens=14")
 
 
