@@ -22,8 +22,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from roll.parallel.degrees import ParallelDegrees
-from roll.protocol import BatchDelivery, DataProto, RollCall
-from roll.workers import Cluster, Dispatch, Placement, PlacementLayout, Worker, register, start_ray
+from roll.protocol import ROW_DELIVERIES, BatchDelivery, DataProto, RollCall
+from roll.workers import Dispatch, Placement, PlacementLayout, Role, Worker, register, start_ray
 
 CPU = torch.device("cpu")
 Ways = dict[str, Callable[[], Any]]
@@ -64,12 +64,12 @@ def show(title: str, times: Times, ours: str) -> None:
         )
 
 
-def delivery_of(rows_on: Any) -> BatchDelivery:
+def delivery_of(name: str) -> BatchDelivery:
     """Over all ranks of the world, as the tensor-parallel ranks of one stage."""
     world = dist.group.WORLD
     assert world is not None
-    call = RollCall(world.get_group_store().clone(), range(dist.get_world_size()), dist.get_rank(), rows_on, 60.0)
-    return BatchDelivery(call, [world], device=CPU, rows_on=rows_on)
+    call = RollCall(world.get_group_store().clone(), range(dist.get_world_size()), dist.get_rank(), name, 60.0)
+    return BatchDelivery(call, [world], device=CPU, rows=ROW_DELIVERIES[name])
 
 
 def rank_of_broadcasts(rank: int, ranks: int, port: int, rounds: int, sizes: list[float]) -> None:
@@ -78,7 +78,7 @@ def rank_of_broadcasts(rank: int, ranks: int, port: int, rounds: int, sizes: lis
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     dist.init_process_group("gloo")
-    way = delivery_of("leader")
+    way = delivery_of("broadcast")
     for megabytes in sizes:
         whole = batch_of(megabytes)
         batch = whole if rank == 0 else whole.stub()
@@ -102,23 +102,27 @@ def rank_of_broadcasts(rank: int, ranks: int, port: int, rounds: int, sizes: lis
     dist.destroy_process_group()
 
 
-class Receiver(Worker):
+class ReceiverWorker(Worker):
     """A tensor-parallel rank without a model."""
 
     @register(Dispatch.ONE_TO_ALL)
     def start(self) -> None:
         """Join the group."""
         dist.init_process_group("gloo")
-        self.ways = {rows_on: delivery_of(rows_on) for rows_on in ("leader", "every_rank")}
+        self.ways = {name: delivery_of(name) for name in ROW_DELIVERIES}
 
     @register(Dispatch.DP_MP_COMPUTE)
     def take(self, data: DataProto) -> None:
         """Only have the batch."""
 
     @register(Dispatch.DP_MP_DISPATCH_FIRST)
-    def get_data_input(self, data: DataProto, rows_on: str) -> None:
+    def get_data_input(self, data: DataProto, name: str) -> None:
         """The whole way."""
-        self.ways[rows_on].deliver(data, non_tensor=False)
+        self.ways[name].deliver(data, non_tensor=False)
+
+
+class Receiver(Role, ReceiverWorker):
+    """All ranks."""
 
 
 def through_ray(rounds: int) -> None:
@@ -126,27 +130,31 @@ def through_ray(rounds: int) -> None:
     data = batch_of(32)
     start_ray(None, num_cpus=4)
     with Placement(PlacementLayout({"receiver": 4})) as placement:
-        cluster = Cluster(Receiver, role="receiver", degrees=ParallelDegrees(4, tp=4), placement=placement)
-        cluster.call("start")
+        receiver = Receiver(role="receiver", degrees=ParallelDegrees(4, tp=4), placement=placement)
+        receiver.start()
+        actors = receiver.cluster.actors.handles
 
         def copies() -> None:
-            ray.get([actor.execute.remote("take", "nothing", data) for actor in cluster.actors])
+            ray.get([actor.execute.remote("take", "nothing", data) for actor in actors])
 
         def one_pickle() -> None:
             reference = ray.put(data)
-            ray.get([actor.execute.remote("take", "nothing", reference) for actor in cluster.actors])
+            ray.get([actor.execute.remote("take", "nothing", reference) for actor in actors])
 
-        def delivered(rows_on: Any) -> None:
-            cluster.rows_on = rows_on
-            cluster.call("get_data_input", data, rows_on)
+        def delivered(name: str) -> None:
+            receiver.cluster.delivery = ROW_DELIVERIES[name]
+            receiver.get_data_input(data, name)
 
-        ready = lambda: cluster.call("alive")  # noqa: E731
         ours = "a put for each share"
-        ways: Ways = {ours: lambda: cluster.call("take", data), "a copy to each rank": copies}
-        show("32 MB through Ray to 4 ranks", measure(ways | {"one put, pickled": one_pickle}, rounds, ready), ours)
-        ways = {"object_store": lambda: delivered("every_rank"), "broadcast": lambda: delivered("leader")}
+        ways: Ways = {ours: lambda: receiver.take(data), "a copy to each rank": copies}
+        show(
+            "32 MB through Ray to 4 ranks",
+            measure(ways | {"one put, pickled": one_pickle}, rounds, receiver.alive),
+            ours,
+        )
+        ways = {"object_store": lambda: delivered("object_store"), "broadcast": lambda: delivered("broadcast")}
         title = "32 MB from the driver until all 4 ranks have it, by ray.delivery"
-        show(title, measure(ways, rounds, ready), "object_store")
+        show(title, measure(ways, rounds, receiver.alive), "object_store")
     ray.shutdown()
 
 

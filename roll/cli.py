@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 
 from roll.errors import UserError, mistake
+from roll.workers.errors import WorkerError
 
 FAILED = 1
 MISTAKE = 2
@@ -23,11 +24,10 @@ def exit_status(command: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         sys.stdout.write("stopped; every file that was begun is whole\n")
         return STOPPED
-    except (UserError, OSError, RuntimeError) as error:
-        workers = sys.modules.get("roll.workers.failure")  # It loads Ray; without it no worker has failed.
-        if workers is not None and isinstance(error, workers.WorkerError):
-            sys.stderr.write(f"{error}\n")
-            return FAILED
+    except WorkerError as error:
+        sys.stderr.write(f"{error}\n")
+        return FAILED
+    except (UserError, OSError) as error:
         lines = mistake(error)
         if lines is None:
             raise

@@ -24,7 +24,7 @@ from roll.config.rope import RopeScaling
 from roll.config.settings import Settings
 from roll.config.sft import RampUpSettings, SFTConfig
 from roll.config.sft_data import SFTDataSettings
-from roll.config.strategy import DType, Head, RowsOn, StrategyName, StrategySettings
+from roll.config.strategy import DType, Head, StrategyName, StrategySettings
 from roll.config.task import PromptForm, TaskSettings
 
 __all__ = [
@@ -49,7 +49,6 @@ __all__ = [
     "Role",
     "RolloutSettings",
     "RopeScaling",
-    "RowsOn",
     "SFTConfig",
     "SFTDataSettings",
     "Settings",

@@ -23,7 +23,7 @@ from roll.config.roles import (
 )
 from roll.config.settings import Settings
 from roll.config.sft import SFTConfig
-from roll.config.strategy import DType, Head, RowsOn, StrategySettings
+from roll.config.strategy import DType, Head, StrategySettings
 from roll.config.task import TaskSettings
 
 Delivery = Literal["object_store", "broadcast"]
@@ -123,11 +123,6 @@ class PPOConfig(Settings):
         """Whether code of the model folder may run; a warm start's final model has that of the folder it came from."""
         return self.trust_remote_code if self.warm_start is None else self.warm_start.model.trust_remote_code
 
-    @property
-    def rows_on(self) -> RowsOn:
-        """Ranks that are given the rows of a batch."""
-        return "every_rank" if self.ray.delivery == "object_store" else "leader"
-
     def strategy_settings(self, role: Role, model_path: Path) -> StrategySettings:
         """Settings that the strategy of `role` is built from.
 
@@ -138,8 +133,7 @@ class PPOConfig(Settings):
         common |= {"dtype": self.dtype, "seed": self.seed}
         if role == "rollout":
             return StrategySettings(name=self.rollout.strategy, temperature=self.temperature, **common)
-        common |= {"rows_on": self.rows_on, "batch_timeout_s": self.batch_timeout_s}
-        common["temperature"] = self.temperature
+        common |= {"temperature": self.temperature, "batch_timeout_s": self.batch_timeout_s}
         if role == "reference":
             return StrategySettings(name=self.reference.strategy, **common, **_model_role(self.reference))
         head: Head = "value" if role == "critic" else "lm"

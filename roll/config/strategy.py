@@ -17,7 +17,6 @@ from roll.config.settings import Settings
 
 StrategyName = Literal["megatron_train", "megatron_infer", "hf"]
 DType = Literal["float32", "bfloat16"]
-RowsOn = Literal["leader", "every_rank"]
 Head = Literal["lm", "value"]
 
 
@@ -45,8 +44,6 @@ class StrategySettings(Settings):
     """Type of weights and activations."""
     temperature: PositiveFloat = 1.0
     """Logits are divided by it before log-probabilities and entropies are taken."""
-    rows_on: RowsOn = "leader"
-    """Ranks that are given the rows of a batch: the leader of each share, who broadcasts them; or all."""
     batch_timeout_s: PositiveFloat = 60
     """Seconds for which ranks with a batch wait for those of their share that do not call."""
     token_chunk: PositiveInt = 1024

@@ -25,7 +25,7 @@ from roll.pipelines.tracker import EVALUATION, RunTracker, Sample
 from roll.pipelines.warm_start import find_model, make_model
 from roll.protocol import DataProto
 from roll.strategies.progress import end_of_schedule, rate_zero_message
-from roll.workers import Cluster, start_ray
+from roll.workers import Role, start_ray
 from roll.workers.output import FollowedOutput
 
 
@@ -94,7 +94,7 @@ class PPOPipeline:
                 metrics |= self.evaluate()
             self.tracker.log(step, metrics, tokens=tokens)
         with self.tracker.phase("save"):
-            self.roles.actor.call("save_hf", (self.config.run_dir / FINAL_MODEL).absolute())
+            self.roles.actor.save_hf((self.config.run_dir / FINAL_MODEL).absolute())
 
     def step(self, step: int) -> tuple[StepMetrics, int]:
         """One step of PPO; its metrics, and the number of tokens in its batch."""
@@ -114,12 +114,12 @@ class PPOPipeline:
         """Responses of the current policy to the next prompts."""
         prompts = self.data.train.select_idxs(next(self.prompts)).repeat(self.config.ppo.responses_per_prompt)
         with self.tracker.phase("rollout"):
-            return self.roles.rollout.call("generate", prompts, seed=self._seed(step))
+            return self.roles.rollout.generate(prompts, seed=self._seed(step))
 
     def score(self, batch: DataProto) -> DataProto:
         """Add `scores`."""
         with self.tracker.phase("reward"):
-            return batch.union(self.roles.reward.call("score", batch))
+            return batch.union(self.roles.reward.score(batch))
 
     def look_up(self, batch: DataProto) -> DataProto:
         """Add what the models say of the sampled tokens: `log_probs`, `entropy`, `values`; and of a reference, if there
@@ -128,11 +128,11 @@ class PPOPipeline:
         tokens = batch.select(["input_ids", "attention_mask", "response_mask"], [])
         roles = self.roles
         with self.tracker.phase("log_probs"):
-            policy = roles.actor.submit("compute_log_probs", self._planned(tokens, roles.actor))
+            policy = roles.actor.compute_log_probs.submit(self._planned(tokens, roles.actor))
             reference = None
             if roles.reference is not None:
-                reference = roles.reference.submit("compute_log_probs", self._planned(tokens, roles.reference))
-            values = roles.critic.submit("compute_values", self._planned(tokens, roles.critic))
+                reference = roles.reference.compute_log_probs.submit(self._planned(tokens, roles.reference))
+            values = roles.critic.compute_values.submit(self._planned(tokens, roles.critic))
             batch = batch.union(policy.result())
             if reference is not None:
                 batch = batch.union(DataProto.from_dict({"ref_log_probs": reference.result()["log_probs"]}))
@@ -149,23 +149,23 @@ class PPOPipeline:
         with self.tracker.phase("train"):
             for mini_batch in trained.make_iterator(ppo.mini_batch_size, ppo.epochs, seed=self._seed(step)):
                 # One role after the other: they share devices, and would only hold up each other's collectives.
-                critic_steps += roles.critic.call("train_values", self._planned(mini_batch, roles.critic), ppo)[:1]
+                critic_steps += roles.critic.train_values(self._planned(mini_batch, roles.critic), ppo)[:1]
                 if step > ppo.critic_warmup_steps:
-                    actor_steps += roles.actor.call("train_policy", self._planned(mini_batch, roles.actor), ppo)[:1]
+                    actor_steps += roles.actor.train_policy(self._planned(mini_batch, roles.actor), ppo)[:1]
         return _means("", actor_steps) | _means("critic/", critic_steps)
 
     def sync_weights(self) -> None:
         """Give the rollout role the actor's weights."""
         with self.tracker.phase("sync"):
             bucket_bytes = int(self.config.rollout.weight_bucket_mb * 2**20)
-            stages = self.roles.actor.call("weights", bucket_bytes)
-            self.roles.rollout.call("update_weights", stages)
+            stages = self.roles.actor.weights(bucket_bytes)
+            self.roles.rollout.update_weights(stages)
 
     def evaluate(self) -> StepMetrics:
         """Greedy answers to the held-out prompts."""
         with self.tracker.phase(EVALUATION):
-            answers = self.roles.rollout.call("generate", self.data.held_out, seed=0, greedy=True)
-            scored = self.roles.reward.call("score", answers)
+            answers = self.roles.rollout.generate(self.data.held_out, seed=0, greedy=True)
+            scored = self.roles.reward.score(answers)
         return {"eval/exact_match": float(scored["exact"].mean()), "eval/reward": float(scored["scores"].mean())}
 
     def record_samples(self, step: int, batch: DataProto) -> None:
@@ -182,9 +182,9 @@ class PPOPipeline:
             ],
         )
 
-    def _planned(self, batch: DataProto, cluster: Cluster) -> DataProto:
+    def _planned(self, batch: DataProto, role: Role) -> DataProto:
         """The batch with a micro-batch plan for this role."""
-        return with_plan(batch, cluster.degrees.dp, getattr(self.config, cluster.role).micro_batch)
+        return with_plan(batch, role.cluster.degrees.dp, getattr(self.config, role.cluster.role).micro_batch)
 
     def _seed(self, step: int) -> int:
         return self.config.seed * 1_000_003 + step

@@ -1,32 +1,35 @@
-"""The roles of a PPO run as clusters."""
+"""The roles of a PPO run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from roll.config import PPOConfig
 from roll.data.tokenizer import padding_id
 from roll.parallel import ParallelDegrees
 from roll.pipelines.prompt_data import PromptData
 from roll.platform import get_platform
-from roll.workers import Cluster, Placement, PlacementLayout, Worker
-from roll.workers.model_roles import ActorWorker, CriticWorker, ReferenceWorker
-from roll.workers.reward import RewardWorker
-from roll.workers.rollout import RolloutWorker
+from roll.protocol import ROW_DELIVERIES
+from roll.workers import Placement, PlacementLayout, Role
+from roll.workers.model_roles import Actor, Critic, Reference
+from roll.workers.reward import Reward
+from roll.workers.rollout import Rollout
+
+R = TypeVar("R", bound=Role)
 
 
 @dataclass(frozen=True)
 class Roles:
-    """One cluster for each role."""
+    """The roles of a run."""
 
-    actor: Cluster
-    critic: Cluster
-    reference: Cluster | None
+    actor: Actor
+    critic: Critic
+    reference: Reference | None
     """None without a KL penalty."""
-    rollout: Cluster
-    reward: Cluster
+    rollout: Rollout
+    reward: Reward
 
 
 def ranks_of_roles(config: PPOConfig) -> dict[str, int]:
@@ -52,36 +55,35 @@ def place_roles(config: PPOConfig) -> Placement:
 def start_roles(config: PPOConfig, model: Path, data: PromptData, placement: Placement) -> Roles:
     """Start all roles side by side and load their models."""
 
-    def start(role: str, worker: type[Worker], degrees: ParallelDegrees, **worker_kwargs: Any) -> Cluster:
-        return Cluster(
-            worker,
-            role=role,
+    def start(role_cls: type[R], name: str, degrees: ParallelDegrees, **worker_kwargs: Any) -> R:
+        return role_cls(
+            role=name,
             degrees=degrees,
             placement=placement,
             worker_kwargs=worker_kwargs,
             call_timeout_s=config.ray.call_timeout_s,
             start_timeout_s=config.ray.start_timeout_s,
-            rows_on=config.rows_on,
+            delivery=ROW_DELIVERIES[config.ray.delivery],
             log_dir=worker_logs(config),
         )
 
-    def start_model(role: Any, worker: type[Worker]) -> Cluster:
-        settings = getattr(config, role)
+    def start_model(role_cls: type[R], name: Literal["actor", "critic", "reference"]) -> R:
+        settings = getattr(config, name)
         return start(
-            role,
-            worker,
+            role_cls,
+            name,
             ParallelDegrees.of(settings.parallel, settings.world_size),
-            settings=config.strategy_settings(role, model),
+            settings=config.strategy_settings(name, model),
             timeout_s=config.process_group_timeout_s,
         )
 
     roles = Roles(
-        actor=start_model("actor", ActorWorker),
-        critic=start_model("critic", CriticWorker),
-        reference=start_model("reference", ReferenceWorker) if config.ppo.kl.penalises else None,
+        actor=start_model(Actor, "actor"),
+        critic=start_model(Critic, "critic"),
+        reference=start_model(Reference, "reference") if config.ppo.kl.penalises else None,
         rollout=start(
+            Rollout,
             "rollout",
-            RolloutWorker,
             ParallelDegrees(config.rollout.world_size),
             settings=config.strategy_settings("rollout", model),
             rollout=config.rollout,
@@ -89,8 +91,8 @@ def start_roles(config: PPOConfig, model: Path, data: PromptData, placement: Pla
             pad_token_id=padding_id(data.tokenizer),
         ),
         reward=start(
+            Reward,
             "reward",
-            RewardWorker,
             ParallelDegrees(1),
             function=config.reward.function,
             tokenizer=model,
@@ -99,7 +101,7 @@ def start_roles(config: PPOConfig, model: Path, data: PromptData, placement: Pla
         ),
     )
     models = (roles.actor, roles.critic, roles.reference, roles.rollout)
-    loading = [cluster.submit("initialize") for cluster in models if cluster is not None]
+    loading = [role.initialize.submit() for role in models if role is not None]
     for pending in loading:
         pending.result()
     return roles

@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from roll.protocol.normalizers import LossNormalizers, count_loss_tokens
     from roll.protocol.plan import MicroBatchPlan
     from roll.protocol.roll_call import MissingRanks, RollCall
+    from roll.protocol.row_delivery import BROADCAST, ROW_DELIVERIES, RowDelivery
 
 __all__ = [
+    "BROADCAST",
+    "ROW_DELIVERIES",
     "BatchDelivery",
     "DataProto",
     "DataProtoFuture",
@@ -28,6 +31,7 @@ __all__ = [
     "MicroBatchPlan",
     "MissingRanks",
     "RollCall",
+    "RowDelivery",
     "broadcast_obj",
     "check_model_batch",
     "collate_fn",
@@ -41,13 +45,16 @@ __all__ = [
 ]
 
 _MODULES = {
+    "BROADCAST": "row_delivery",
     "BatchDelivery": "delivery",
     "DataProto": "data_proto",
     "DataProtoFuture": "future",
     "LossNormalizers": "normalizers",
     "MicroBatchPlan": "plan",
     "MissingRanks": "roll_call",
+    "ROW_DELIVERIES": "row_delivery",
     "RollCall": "roll_call",
+    "RowDelivery": "row_delivery",
     "broadcast_obj": "broadcast",
     "check_model_batch": "fields",
     "collate_fn": "functions",

@@ -19,19 +19,19 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations
-from typing import TypeVar, get_args
+from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roll.config import RowsOn
 from roll.errors import UserError
 from roll.protocol.broadcast import broadcast_bytes
 from roll.protocol.data_proto import DataProto
 from roll.protocol.delivery_messages import Decision, RankReport, message_of, pickled_lacking, with_shared_entries
 from roll.protocol.roll_call import MissingRanks, RollCall
+from roll.protocol.row_delivery import BROADCAST, RowDelivery
 from roll.protocol.tensors import tensor_dict
 from roll.protocol.wire import Specs, flatten, specs_of, total_bytes, unflatten
 
@@ -48,10 +48,8 @@ class BatchDelivery:
             lists those that it belongs to.
         leaders: on a leader, the roll call of all leaders, whose refusals are everybody's; None if there is only one.
         device: where the bytes travel and the batch arrives.
-        rows_on: which ranks are given the rows. On `every_rank` nothing is sent, and it is only checked that all
-            have rows of one kind; the caller vouches for their values.
-
-    Raises ValueError for another `rows_on`.
+        rows: which ranks are given the rows. If all are, nothing is sent, and it is only checked that all have rows of
+            one kind; the caller vouches for their values.
     """
 
     def __init__(
@@ -61,14 +59,12 @@ class BatchDelivery:
         *,
         leaders: RollCall | None = None,
         device: torch.device,
-        rows_on: RowsOn = "leader",
+        rows: RowDelivery = BROADCAST,
     ) -> None:
-        if rows_on not in get_args(RowsOn):
-            raise UserError(f"rows_on must be one of {', '.join(get_args(RowsOn))}; got {rows_on!r}")
         self._share, self._leaders = share, leaders
         self._levels = [group for group in levels if group.size() > 1]
-        self._device, self._rows_on = device, rows_on
-        self._sends = rows_on == "leader" and len(share.ranks) > 1
+        self._device = device
+        self._sends = len(rows.receivers(share.ranks)) < len(share.ranks)
         self._staging = torch.empty(0, dtype=torch.uint8, device=device)
 
     def deliver(
@@ -112,7 +108,7 @@ class BatchDelivery:
     def _receive(self, batch: DataProto, decision: Decision) -> DataProto:
         """The batch on a rank that does not lead, from the leader's decision and bytes."""
         flat, objects, report = None, {}, RankReport()
-        if self._rows_on == "leader":
+        if self._sends:
             num_bytes = total_bytes(decision.specs) + decision.object_bytes
             flat = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
             self._pass_on(flat)
@@ -177,7 +173,7 @@ class BatchDelivery:
         group = self._share
         ours, *others = reports
         for rank, theirs in zip(group.ranks[1:], others, strict=True):
-            if theirs.specs is None and self._rows_on == "every_rank":
+            if theirs.specs is None and not self._sends:
                 raise UserError(f"{group.name}: rank {rank} has no rows, only a stub")
             for name, value in theirs.shared.items():
                 if name not in ours.shared:
@@ -187,7 +183,7 @@ class BatchDelivery:
             if ours.specs is None or theirs.specs is None:
                 continue
             brought = [{*map(str, report.specs or ())} for report in (ours, theirs)]
-            if self._rows_on == "every_rank":
+            if not self._sends:
                 brought = [specs | {*report.objects} for specs, report in zip(brought, (ours, theirs), strict=True)]
             if brought[0] != brought[1]:
                 leads, its = (", ".join(sorted(a - b)) or "less" for a, b in permutations(brought))

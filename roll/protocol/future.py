@@ -21,6 +21,7 @@ from roll.protocol import joining, row_order
 from roll.protocol.data_proto import DataProto
 from roll.protocol.field_names import listed
 from roll.protocol.metrics import without_metrics
+from roll.protocol.remote_rows import RemoteRows
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class DataProtoFuture:
+class DataProtoFuture(RemoteRows):
     """The rows of `parts` in order, or one chunk of them. Made by `concat`.
 
     Where the number of rows of each part is known, a chunk fetches only the parts that its rows are in; otherwise it

@@ -7,20 +7,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from roll.config import RowsOn
 from roll.parallel.state import ParallelState
-from roll.protocol import BatchDelivery, RollCall
+from roll.protocol import BROADCAST, BatchDelivery, RollCall, RowDelivery
 
 
 def batch_delivery(
-    state: ParallelState, *, device: torch.device, timeout_s: float = 60.0, rows_on: RowsOn = "leader"
+    state: ParallelState, *, device: torch.device, timeout_s: float = 60.0, rows: RowDelivery = BROADCAST
 ) -> BatchDelivery:
     """The delivery of each data-parallel share, in two levels: over the tensor x context ranks of the first stage, then
     along each pipeline. Every rank of the world makes one, in the same order.
 
     Args:
         timeout_s: how long ranks that have come wait for the others of their share.
-        rows_on: see `BatchDelivery`.
+        rows: which ranks of a share are given its rows.
     """
     degrees, rank = state.degrees, state.rank
     world = dist.group.WORLD
@@ -37,4 +36,4 @@ def batch_delivery(
         # Twice: a leader tells the others only when it has waited for the ranks of its own share.
         leaders = roll_call(list(degrees.leaders), "leaders of the data-parallel shares", 2 * timeout_s)
     levels = [state.tp_cp, state.pp] if state.is_first_stage else [state.pp]
-    return BatchDelivery(share, levels, leaders=leaders, device=device, rows_on=rows_on)
+    return BatchDelivery(share, levels, leaders=leaders, device=device, rows=rows)

@@ -28,7 +28,7 @@ from roll.models.gpt import build_model
 from roll.parallel.degrees import ParallelDegrees
 from roll.parallel.state import ParallelState
 from roll.platform import get_platform
-from roll.protocol import DataProto, check_model_batch
+from roll.protocol import BROADCAST, DataProto, RowDelivery, check_model_batch
 from roll.strategies.base import InferenceStrategy, Metrics
 from roll.strategies.data_input import batch_delivery
 from roll.strategies.micro_batch import Data, MicroBatch, Output, RowMicroBatch
@@ -47,18 +47,19 @@ class MegatronInferStrategy(InferenceStrategy):
         state = init_parallel(settings.parallel)
         strategy = MegatronInferStrategy(settings, state)
         strategy.initialize()
+
+    Args:
+        rows: which ranks of a data-parallel share are given its rows; by default the leader, which broadcasts them.
     """
 
-    def __init__(self, settings: StrategySettings, state: ParallelState) -> None:
+    def __init__(self, settings: StrategySettings, state: ParallelState, rows: RowDelivery = BROADCAST) -> None:
         super().__init__(settings)
         self.state = state
         self.model_config = ModelConfig.from_folder(settings.model_path, settings.family)
         self._check_degrees()
         self.device = get_platform().device()
         self.split = SequenceSplit(settings.parallel, state.cp.rank())
-        self.delivery = batch_delivery(
-            state, device=self.device, timeout_s=settings.batch_timeout_s, rows_on=settings.rows_on
-        )
+        self.delivery = batch_delivery(state, device=self.device, timeout_s=settings.batch_timeout_s, rows=rows)
         self.gpt: GPTModel
         self.model: nn.Module
 

@@ -26,7 +26,7 @@ from roll.models.hf_mapping import export_hf_gradients, export_hf_tensors
 from roll.models.tied_embeddings import sum_tied_gradients
 from roll.parallel.gradient_norm import gradient_norm
 from roll.parallel.state import ParallelState
-from roll.protocol import DataProto, LossNormalizers, count_loss_tokens
+from roll.protocol import BROADCAST, DataProto, LossNormalizers, RowDelivery, count_loss_tokens
 from roll.strategies.base import Metrics, TrainStrategy, check_response_mask
 from roll.strategies.buckets import in_buckets
 from roll.strategies.gradients import Gradients, ReplicatedGradients, ShardedGradients
@@ -43,10 +43,10 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
     Training draws no random numbers (there is no dropout), so a checkpoint holds none.
     """
 
-    def __init__(self, settings: StrategySettings, state: ParallelState) -> None:
+    def __init__(self, settings: StrategySettings, state: ParallelState, rows: RowDelivery = BROADCAST) -> None:
         if settings.optimizer is None:
             raise UserError(f"strategy {settings.name} trains, so `optimizer` must be set; got null")
-        super().__init__(settings, state)
+        super().__init__(settings, state, rows)
         self.optimizer_settings: OptimizerSettings = settings.optimizer
         self.grads: Gradients
         self.optimizer: MegatronOptimizer

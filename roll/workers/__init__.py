@@ -9,24 +9,31 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from roll.workers.cluster import Cluster, PendingCall
+    from roll.workers.calls import PendingCall
+    from roll.workers.cluster import Cluster
     from roll.workers.connection import start_ray
-    from roll.workers.dispatch import Dispatch, register
-    from roll.workers.failure import CallTimedOut, WorkerError, WorkerFailed
+    from roll.workers.dispatch import Dispatch
+    from roll.workers.errors import CallTimedOut, WorkerError, WorkerFailed
+    from roll.workers.method import RemoteMethod, register
     from roll.workers.placement import Placement, PlacementLayout
+    from roll.workers.remote_batch import as_batch
+    from roll.workers.role import Role
     from roll.workers.worker import Worker
 
 _HOME = {
-    "CallTimedOut": "failure",
+    "CallTimedOut": "errors",
     "Cluster": "cluster",
     "Dispatch": "dispatch",
-    "PendingCall": "cluster",
+    "PendingCall": "calls",
     "Placement": "placement",
     "PlacementLayout": "placement",
+    "RemoteMethod": "method",
+    "Role": "role",
     "Worker": "worker",
-    "WorkerError": "failure",
-    "WorkerFailed": "failure",
-    "register": "dispatch",
+    "WorkerError": "errors",
+    "WorkerFailed": "errors",
+    "as_batch": "remote_batch",
+    "register": "method",
     "start_ray": "connection",
 }
 
@@ -37,9 +44,12 @@ __all__ = [
     "PendingCall",
     "Placement",
     "PlacementLayout",
+    "RemoteMethod",
+    "Role",
     "Worker",
     "WorkerError",
     "WorkerFailed",
+    "as_batch",
     "register",
     "start_ray",
 ]

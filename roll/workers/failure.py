@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-HEARTBEAT = "alive"
-"""The method that asks an actor whether it lives."""
+from roll.workers.errors import WorkerFailed
 
 # What a rank says whose *peer* is gone: gloo's transport, the exceptions of NCCL, of torch's network and store, and Ray
 # about an object whose owner is gone. A refused connection alone may as well be a reward function's own.
@@ -22,42 +21,6 @@ _PEER_LOST = re.compile(
     r"gloo/transport|Dist(Backend|Network|Store)Error|NCCL (error|communicator)|remote process exited|"
     r"OwnerDiedError|ObjectLostError"
 )
-
-
-class WorkerError(RuntimeError):
-    """A call on a cluster did not end well; the cluster's actors have been stopped."""
-
-
-class WorkerFailed(WorkerError):
-    """A rank raised, or its process died.
-
-    `role` and `rank` say which, `traceback` is that rank's own account: its Python traceback, or what Ray knows of the
-    death of its process.
-    """
-
-    def __init__(self, role: str, rank: int, traceback: str, method: str, others: str = "") -> None:
-        super().__init__(role, rank, traceback, method, others)
-        self.role, self.rank, self.traceback, self.method, self.others = role, rank, traceback, method, others
-
-    def __str__(self) -> str:
-        where = "between calls" if self.method == HEARTBEAT else f"in {self.method}"
-        text = f"{self.role} rank {self.rank} failed {where}\n\n{self.traceback.rstrip()}"
-        return f"{text}\n\n{self.others}" if self.others else text
-
-
-class CallTimedOut(WorkerError):
-    """A call took longer than its limit; `missing` are the ranks that had not answered."""
-
-    def __init__(self, role: str, method: str, seconds: float, missing: tuple[int, ...], world_size: int) -> None:
-        super().__init__(role, method, seconds, missing, world_size)
-        self.role, self.method, self.seconds, self.missing, self.world_size = role, method, seconds, missing, world_size
-
-    def __str__(self) -> str:
-        ranks = ", ".join(map(str, self.missing))
-        return (
-            f"{self.role}: {self.method} did not end within {self.seconds:g} s; "
-            f"no answer from rank {ranks} (of {self.world_size})"
-        )
 
 
 class RankError(Exception):

@@ -14,7 +14,9 @@ from roll.parallel.state import init_parallel
 from roll.protocol import DataProto
 from roll.strategies import MegatronInferStrategy, MegatronTrainStrategy, Metrics, ModelOutput
 from roll.strategies.objectives import policy_objective, value_objective
-from roll.workers.dispatch import Dispatch, register
+from roll.workers.dispatch import Dispatch
+from roll.workers.method import register
+from roll.workers.role import Role
 from roll.workers.worker import Worker
 
 # What the methods below read of a batch, and so all that they are sent.
@@ -35,7 +37,7 @@ class ReferenceWorker(Worker):
         """Make the groups and load the model."""
         state = init_parallel(self.settings.parallel, timeout_s=self.timeout_s)
         make = MegatronTrainStrategy if self.settings.name == "megatron_train" else MegatronInferStrategy
-        self.strategy = make(self.settings, state)
+        self.strategy = make(self.settings, state, self.delivery)
         self.strategy.initialize()
 
     @register(Dispatch.DP_MP_DISPATCH_FIRST, fields=TOKENS, returns_batch=True)
@@ -49,17 +51,22 @@ class ReferenceWorker(Worker):
         return _as_batch(self.strategy.forward_step(batch, forward))
 
 
+class Reference(Role, ReferenceWorker):
+    """All ranks of the frozen policy."""
+
+
 class TrainWorker(ReferenceWorker):
     """A model that is trained."""
 
     strategy: MegatronTrainStrategy
 
     @register(Dispatch.STAGE_LEADERS)
-    def weights(self, bucket_bytes: int) -> list[ray.ObjectRef | None]:
+    def weights(self, bucket_bytes: int) -> list[ray.ObjectRef]:
         """The weights of this pipeline stage in Hugging Face layout, as references to buckets in the object store."""
         at = self.strategy.state.at
         keeps = at.tp == at.cp == at.dp == 0
-        return [ray.put(bucket) if keeps else None for bucket in self.strategy.model_update(bucket_bytes)]
+        # Every rank makes all buckets, since making one is collective.
+        return [ray.put(bucket) for bucket in self.strategy.model_update(bucket_bytes) if keeps]
 
     @register(Dispatch.ONE_TO_ALL)
     def save_hf(self, folder: str | Path) -> None:
@@ -86,6 +93,10 @@ class ActorWorker(TrainWorker):
         return self.strategy.train_step(batch, partial(policy_objective, ppo))
 
 
+class Actor(Role, ActorWorker):
+    """All ranks of the policy."""
+
+
 class CriticWorker(TrainWorker):
     """The value function."""
 
@@ -102,6 +113,10 @@ class CriticWorker(TrainWorker):
     def train_values(self, batch: DataProto, ppo: PPOSettings) -> Metrics:
         """One optimizer step of the value loss."""
         return self.strategy.train_step(batch, partial(value_objective, ppo))
+
+
+class Critic(Role, CriticWorker):
+    """All ranks of the value function."""
 
 
 def _as_batch(results: dict[str, Tensor] | None) -> DataProto | None:

@@ -16,16 +16,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from roll.errors import UserError
-
-if TYPE_CHECKING:
-    from roll.workers.cluster import Cluster
+from roll.workers.calls import Watch
 
 
 @dataclass(frozen=True)
@@ -82,15 +80,15 @@ class PlacementLayout:
 
 
 class Placement:
-    """The reserved bundles, and the clusters that live in them. One for a run; a context manager.
+    """The reserved bundles, and the roles that live in them. One for a run; a context manager.
 
-    Leaving it stops all of its clusters. Ray must be running (`start_ray`). Raises ValueError if Ray does not have the
+    Leaving it stops all of its roles. Ray must be running (`start_ray`). Raises ValueError if Ray does not have the
     resources, or another job still holds them after `timeout_s`.
     """
 
     def __init__(self, layout: PlacementLayout, *, timeout_s: float = 30.0) -> None:
         self.layout = layout
-        self.clusters: list[Cluster] = []
+        self.watches: list[Watch] = []
         _check_resources(layout, ray.cluster_resources(), "has")
         self._group = placement_group(layout.bundles(), strategy="PACK")
         reserved = False
@@ -116,11 +114,12 @@ class Placement:
         return options | {"resources": resources, "scheduling_strategy": strategy}
 
     def shutdown(self) -> None:
-        """Stop all clusters and free the bundles. Calling it again does nothing."""
-        for cluster in self.clusters:
-            cluster.kill()
-        for cluster in list(self.clusters):
-            cluster.shutdown()
+        """Stop all roles and free the bundles. Calling it again does nothing."""
+        for watch in self.watches:
+            watch.actors.kill()
+        for watch in self.watches:
+            watch.actors.shutdown()
+        self.watches.clear()
         if not self._closed:
             self._closed = True
             remove_placement_group(self._group)

@@ -13,7 +13,9 @@ from roll.config import expand_path
 from roll.data.tasks import checked_rewards, exact_match, load_reward_function
 from roll.data.tokenizer_folder import load_tokenizer
 from roll.protocol import DataProto
-from roll.workers.dispatch import Dispatch, register
+from roll.workers.dispatch import Dispatch
+from roll.workers.method import register
+from roll.workers.role import Role
 from roll.workers.worker import Worker
 
 
@@ -56,3 +58,7 @@ class RewardWorker(Worker):
     def _without_end(self, ids: list[int]) -> list[int]:
         """A response without its end token, which need not be a special token of the tokenizer."""
         return ids[:-1] if ids and ids[-1] in self.end_token_ids else ids
+
+
+class Reward(Role, RewardWorker):
+    """All ranks that score responses."""

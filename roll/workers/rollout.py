@@ -11,7 +11,9 @@ from roll.config import RolloutSettings, StrategySettings
 from roll.platform import get_platform
 from roll.protocol import DataProto
 from roll.strategies import HfStrategy
-from roll.workers.dispatch import Dispatch, register
+from roll.workers.dispatch import Dispatch
+from roll.workers.method import register
+from roll.workers.role import Role
 from roll.workers.worker import Worker
 
 
@@ -63,3 +65,7 @@ class RolloutWorker(Worker):
             for part in prompts.split(self.rollout.batch_size or max(1, len(prompts)))
         ]
         return DataProto.concat(parts).to("cpu")
+
+
+class Rollout(Role, RolloutWorker):
+    """All ranks that generate."""

@@ -1,7 +1,7 @@
 """The arguments of every rank, and the value of a call: what a dispatch rule means.
 
-Pure functions over the ranks of `ParallelDegrees`: nothing is sent here. The cluster calls `route` before it
-sends and `gather` after it received.
+Pure functions over the ranks of `ParallelDegrees`: nothing is sent here. A call begins with `route` and ends with
+`gather`.
 
 Under the two `DP_MP` rules only `DataProto` arguments are split: along `plan.rows` if the batch has a micro-batch plan,
 else in equal chunks. All other arguments go to all. A `DataProtoFuture` is a batch too, whose rows stay where they are
@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard, get_args
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-from roll.config import RowsOn
 from roll.errors import UserError
 from roll.parallel.degrees import ParallelDegrees
+from roll.protocol.row_delivery import BROADCAST, RowDelivery
 from roll.workers.dispatch import Dispatch, Rule
 from roll.workers.remote_batch import RemoteBatch
 
@@ -56,22 +56,20 @@ def route(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     put: Put = lambda value: value,
-    rows_on: RowsOn = "leader",
+    delivery: RowDelivery = BROADCAST,
 ) -> tuple[list[RankArguments], Sent]:
     """The arguments of every rank, in rank order, and what `gather` must know of the batch among them.
 
     Args:
         put: called once for each distinct value (an argument that goes to all, one share, one stub); it may replace it
             by a handle, such as a reference into an object store, which all receivers share.
-        rows_on: with `every_rank`, DP_MP_DISPATCH_FIRST gives all ranks of a group its share, and no stub: for workers
-            that all take their rows from the object store, and broadcast nothing.
+        delivery: which ranks of a group get the rows of its share under DP_MP_DISPATCH_FIRST. The others get a stub.
 
     Raises:
         ValueError: a rule that splits gets no batch, one that lacks a field or does not divide among the data-parallel
             groups, or a DataProtoFuture made without heads where some ranks get a stub; or ALL_TO_ALL gets something
-            else than lists with one entry for each rank. An unknown `rows_on`.
+            else than lists with one entry for each rank.
     """
-    check_rows_on(rows_on)
     sent = _check_batches(rule, degrees, [*args, *kwargs.values()]) if rule.dispatch.splits else Sent()
 
     def spread(value: Any) -> list[Any]:
@@ -79,10 +77,10 @@ def route(
             return [put(entry) for entry in _entries(value, degrees.world_size)]
         if rule.dispatch.splits and _is_remote(value):
             future = value if rule.fields is None else value.select(rule.fields)
-            return _spread_shares(rule, degrees, future.chunk(degrees.dp), value.stub, put, rows_on)
+            return _spread_shares(rule, degrees, future.chunk(degrees.dp), value.stub, put, delivery)
         if rule.dispatch.splits and _is_batch(value):
             read = value if rule.fields is None else value.select_fields(rule.fields)
-            return _spread_shares(rule, degrees, _shares(read, degrees.dp, sent), value.stub, put, rows_on)
+            return _spread_shares(rule, degrees, _shares(read, degrees.dp, sent), value.stub, put, delivery)
         return [put(value)] * degrees.world_size
 
     columns = [spread(value) for value in args]
@@ -111,8 +109,11 @@ def reporting_ranks(rule: Rule, degrees: ParallelDegrees) -> tuple[int, ...]:
 def gather(rule: Rule, results: Sequence[Any], sent: Sent) -> Any:
     """The value of a call, from the results of `reporting_ranks` in that order.
 
-    Joined rows go back to the order that the caller's batch had, without those that only filled it up.
-    Raises ValueError if a result of a planned or padded batch does not have one row for each row of its share.
+    Rows of a method registered with `returns_batch` are joined: in the order that the caller's batch had, without those
+    that only filled it up. Results of other methods are a list.
+
+    Raises ValueError if a result is no DataProto where one was promised or is needed, or does not have one row for each
+    row of its planned or padded share.
     """
     if rule.dispatch is Dispatch.RANK_ZERO:
         return results[0]
@@ -121,11 +122,14 @@ def gather(rule: Rule, results: Sequence[Any], sent: Sent) -> Any:
 
         refs, sizes, heads = zip(*((result.ref, result.num_rows, result.head) for result in results), strict=True)
         return DataProtoFuture.concat(refs, sizes, heads)
-    if not rule.dispatch.splits or not all(map(_is_batch, results)):
+    kinds = ", ".join(sorted({type(result).__name__ for result in results}))
+    if not rule.returns_batch:
         if sent.padding and any(result is not None for result in results):
-            kinds = ", ".join(sorted({type(result).__name__ for result in results}))
-            raise UserError(f"a method with uneven='pad' must return a DataProto, got {kinds}")
+            hint = "; register it with returns_batch=True" if any(map(_is_batch, results)) else ""
+            raise UserError(f"a method with uneven='pad' must return a DataProto, got {kinds}{hint}")
         return list(results)
+    if not all(map(_is_batch, results)):
+        raise UserError(f"a method registered with returns_batch=True must return a DataProto, got {kinds}")
     if sent.plan is None and not sent.padding:
         return type(results[0]).concat(list(results))
     for dp, (result, size) in enumerate(zip(results, sent.share_sizes(len(results)), strict=True)):
@@ -133,12 +137,6 @@ def gather(rule: Rule, results: Sequence[Any], sent: Sent) -> Any:
             raise UserError(f"data-parallel group {dp} returned {len(result)} rows for its share of {size}")
     joined: DataProto = type(results[0]).concat(list(results))
     return joined[: sent.num_rows] if sent.plan is None else sent.plan.restore(joined)
-
-
-def check_rows_on(rows_on: str) -> None:
-    """Raise ValueError if it is none of the settings."""
-    if rows_on not in get_args(RowsOn):
-        raise UserError(f"rows_on must be one of {', '.join(get_args(RowsOn))}, got {rows_on!r}")
 
 
 def check_can_stay(method: str, rule: Rule, degrees: ParallelDegrees, values: Sequence[Any]) -> None:
@@ -151,7 +149,7 @@ def check_can_stay(method: str, rule: Rule, degrees: ParallelDegrees, values: Se
         raise UserError(f"the results of a batch with {why} must be brought back to its order: they cannot stay")
 
 
-# Imported in functions, since the driver may send no batch, and the import takes a second.
+# DataProto is imported in functions: loading torch and TensorDict takes seconds, and a driver may send no batch.
 
 
 def _is_batch(value: object) -> TypeGuard[DataProto]:
@@ -217,12 +215,13 @@ def _spread_shares(
     shares: Sequence[Any],
     make_stub: Callable[[], DataProto],
     put: Put,
-    rows_on: RowsOn,
+    delivery: RowDelivery,
 ) -> list[Any]:
     """One entry for each rank: the share of its data-parallel group, or the stub."""
     ranks = range(degrees.world_size)
-    whole_group = rule.dispatch is Dispatch.DP_MP_COMPUTE or rows_on == "every_rank"
-    receivers = set(ranks) if whole_group else set(degrees.leaders)
+    groups = degrees.groups("tp-cp-pp")  # Each with its leader, the lowest number, in front.
+    whole_group = rule.dispatch is Dispatch.DP_MP_COMPUTE
+    receivers = {rank for group in groups for rank in (group if whole_group else delivery.receivers(group))}
     stub = make_stub() if len(receivers) < len(ranks) else None  # It may be refused, so it is made before rows are put.
     placed = [put(share) for share in shares]
     placed_stub = None if stub is None else put(stub)

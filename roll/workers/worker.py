@@ -10,25 +10,26 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-import sys
 import time
 import traceback
 from collections.abc import Awaitable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import ray
+from ray import cloudpickle
 
 from roll.errors import UserError
-from roll.workers.dispatch import Dispatch, register
+from roll.protocol.remote_rows import RemoteRows
+from roll.protocol.row_delivery import BROADCAST, RowDelivery
+from roll.workers.dispatch import Dispatch
 from roll.workers.failure import RankError
+from roll.workers.method import register
 from roll.workers.output import output_file, write_output_to
-from roll.workers.remote_batch import RemoteBatch
+from roll.workers.remote_batch import Keep, RemoteBatch
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
-
-Keep = Literal["nothing", "result", "reference"]
 
 _AWAITING = ("_awaited", "wait")
 """Functions of this module that stand between `execute` and an `async def`."""
@@ -38,18 +39,30 @@ FETCH_TIMEOUT_S = 300.0
 
 
 class Worker:
-    """One rank of a role. Subclasses add methods marked with `@register`; `Cluster` makes and calls the actors.
+    """One rank of a role. Subclasses add methods with `@register`, which a `Role` calls on all ranks.
 
     Subclasses that take arguments accept them by keyword and pass the others on, before they call code of the user.
-    `log_dir`: folder of a file for what this process prints.
+
+    Args:
+        log_dir: folder of a file for the output of this process; None leaves the output as it is.
+        delivery: how the driver sends rows to the ranks of this role, for the strategy that receives them.
     """
 
-    def __init__(self, *, role: str, rank: int, world_size: int, log_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        role: str,
+        rank: int,
+        world_size: int,
+        log_dir: Path | None = None,
+        delivery: RowDelivery = BROADCAST,
+    ) -> None:
         if log_dir is not None:
             write_output_to(output_file(log_dir, role, rank))
         self.role = role
         self.rank = rank
         self.world_size = world_size
+        self.delivery = delivery
         self._store: TCPStore | None = None
         self._loop: asyncio.Runner | None = None
 
@@ -107,8 +120,8 @@ class Worker:
         return host, self._store.port
 
     @register(Dispatch.ONE_TO_ALL)
-    def join(self, host: str, port: int, threads: int) -> None:
-        """Set the environment of this rank, and how many threads it computes with on a CPU.
+    def join(self, host: str, port: int) -> None:
+        """Set the environment of this rank.
 
         Ray shows each actor only the device that it was given, so every rank is the local rank 0.
         """
@@ -121,10 +134,7 @@ class Worker:
             "MASTER_PORT": str(port),
             # torch.distributed.rendezvous: the store exists, rank 0 is a client of it like all others.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "OMP_NUM_THREADS": str(threads),
         }
-        if "torch" in sys.modules:  # it reads the environment only when it is loaded
-            sys.modules["torch"].set_num_threads(threads)
 
 
 def actor_class(worker_cls: type[Worker]) -> type:
@@ -133,16 +143,23 @@ def actor_class(worker_cls: type[Worker]) -> type:
     Ray makes an actor with any `async def` an asynchronous one: up to 1000 calls run at once, in any order, and an
     ordinary method would run inside the event loop. This class has none, so its calls come one at a time, in order.
     """
-    return type(worker_cls.__name__, (_Actor,), {"worker_cls": worker_cls})
+    return type(worker_cls.__name__, (WorkerActor,), {"pickled_worker_cls": cloudpickle.dumps(worker_cls)})
 
 
-class _Actor:
-    """A worker, and the two methods that the driver calls through Ray."""
+class WorkerActor:
+    """A worker, and the two methods that the driver calls through Ray.
 
-    worker_cls: type[Worker]
+    Args:
+        threads: number of threads that the worker computes with on a CPU. torch reads it from the environment when it
+            is loaded, so the module of the worker class, which may load torch, is loaded after it is set.
+    """
 
-    def __init__(self, **settings: Any) -> None:
-        self._worker = self.worker_cls(**settings)
+    pickled_worker_cls: bytes
+
+    def __init__(self, *, threads: int, **settings: Any) -> None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        worker_cls: type[Worker] = cloudpickle.loads(self.pickled_worker_cls)
+        self._worker = worker_cls(**settings)
 
     def execute(self, method: str, keep: Keep, *args: Any, **kwargs: Any) -> Any:
         return self._worker.execute(method, keep, *args, **kwargs)
@@ -153,8 +170,7 @@ class _Actor:
 
 def _arrived(value: Any) -> Any:
     """An argument as the method takes it; rows that are still remote are fetched."""
-    future = sys.modules.get("roll.protocol.future")  # Loaded with the first argument that is one.
-    return value.get(FETCH_TIMEOUT_S) if future is not None and isinstance(value, future.DataProtoFuture) else value
+    return value.get(FETCH_TIMEOUT_S) if isinstance(value, RemoteRows) else value
 
 
 def _kept(result: Any, keep: Keep) -> Any:
@@ -163,7 +179,7 @@ def _kept(result: Any, keep: Keep) -> Any:
     if keep == "result":
         return result
     assert keep == "reference", keep
-    from roll.protocol import DataProto
+    from roll.protocol import DataProto  # Here, since a role need not have batches, nor load torch for them.
 
     if not isinstance(result, DataProto):
         raise UserError(f"only a DataProto can stay with the worker, the method returned {type(result).__name__}")

@@ -127,12 +127,11 @@ def test_ppo_config_is_checked_without_a_file(base: Path) -> None:
         PPOConfig(**data)
 
 
-@pytest.mark.parametrize(("delivery", "rows_on"), [("object_store", "every_rank"), ("broadcast", "leader")])
-def test_strategy_settings_of_each_role(base: Path, tmp_path: Path, delivery: str, rows_on: str) -> None:
+def test_strategy_settings_of_each_role(base: Path, tmp_path: Path) -> None:
     changes = ["temperature=0.7", "seed=5", "dtype=bfloat16", "critic.micro_batch.rows=3", "batch_timeout_s=7.5"]
-    config = load_config(PPOConfig, base, [*changes, f"ray.delivery={delivery}"])
+    config = load_config(PPOConfig, base, changes)
     alone: dict[str, Any] = {"model_path": tmp_path, "seed": 5, "dtype": "bfloat16", "temperature": 0.7}
-    sampled = {**alone, "rows_on": rows_on, "batch_timeout_s": 7.5}
+    sampled = {**alone, "batch_timeout_s": 7.5}
     actor, critic = config.actor, config.critic
     assert config.strategy_settings("actor", tmp_path) == StrategySettings(
         name="megatron_train", parallel=ParallelSettings(tp=2), optimizer=actor.optimizer, **sampled

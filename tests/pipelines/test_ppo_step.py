@@ -19,7 +19,6 @@ from roll.pipelines.prompt_data import load_prompt_data
 from roll.pipelines.roles import Roles, ranks_of_roles
 from roll.pipelines.tracker import RunTracker
 from roll.protocol import DataProto
-from roll.workers import Cluster
 from tests.pipelines.small_run import EXAMPLES, SMALL
 
 
@@ -27,14 +26,20 @@ class ScriptedRole:
     """A role of one rank. A script is the value of a method, or a function of its arguments."""
 
     def __init__(self, role: str, **scripts: Any) -> None:
-        self.role, self.scripts, self.degrees = role, scripts, SimpleNamespace(dp=1)
+        self.cluster = SimpleNamespace(role=role, degrees=SimpleNamespace(dp=1))
+        for method, script in scripts.items():
+            setattr(self, method, ScriptedMethod(script))
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        script = self.scripts[method]
-        return script(*args, **kwargs) if callable(script) else script
 
-    def submit(self, method: str, *args: Any) -> Any:
-        return SimpleNamespace(result=lambda: self.call(method, *args))
+class ScriptedMethod:
+    def __init__(self, script: Any) -> None:
+        self.script = script
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.script(*args, **kwargs) if callable(self.script) else self.script
+
+    def submit(self, *args: Any) -> Any:
+        return SimpleNamespace(result=lambda: self(*args))
 
 
 def per_token(**values: float) -> Callable[[DataProto], DataProto]:
@@ -87,7 +92,7 @@ def step_metrics(tmp_path: Path, actor_steps: list[dict[str, float]], *overrides
     }
     tracker = RunTracker(tmp_path, config_yaml="", total_steps=1, title="", console=Console(file=io.StringIO()))
     with tracker:
-        pipeline = PPOPipeline(config, data, Roles(**cast(dict[str, Cluster], roles)), tracker)
+        pipeline = PPOPipeline(config, data, Roles(**cast(dict[str, Any], roles)), tracker)
         metrics, tokens = pipeline.step(1)
     assert tokens == int(answered.select_idxs(list(range(16)))["attention_mask"].sum())
     assert next(reported, None) is None

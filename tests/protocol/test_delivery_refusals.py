@@ -11,9 +11,16 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from torch.distributed import HashStore
 
-from roll.protocol import BatchDelivery, DataProto, LossNormalizers, MicroBatchPlan, MissingRanks, RollCall
+from roll.protocol import (
+    ROW_DELIVERIES,
+    BatchDelivery,
+    DataProto,
+    LossNormalizers,
+    MicroBatchPlan,
+    MissingRanks,
+    RollCall,
+)
 from tests.protocol.virtual_time import Clock, VirtualStore
 
 CPU = torch.device("cpu")
@@ -38,7 +45,7 @@ def deliver_on_four(
         leader = rank - rank % 2
         share = RollCall(store.clone(), [leader, leader + 1], rank, f"dp {leader // 2}", timeout_s)
         leaders = RollCall(store.clone(), [0, 2], rank, "leaders", 2 * timeout_s) if rank == leader else None
-        way = BatchDelivery(share, [], leaders=leaders, device=CPU, rows_on="every_rank")
+        way = BatchDelivery(share, [], leaders=leaders, device=CPU, rows=ROW_DELIVERIES["object_store"])
         batch = brings(rank)
         clock.sleep((late or {}).get(rank, 0.0))
         try:
@@ -158,9 +165,3 @@ def test_equal_meta_information_is_not_refused_and_metrics_are_each_ranks_own() 
 
     for rank, heard in enumerate(deliver_on_four(brings)):
         assert heard.meta_info["metrics"] == {"loss": [rank]}
-
-
-def test_a_delivery_knows_where_rows_can_be() -> None:
-    share = RollCall(HashStore(), [0], 0, "one", 1.0)
-    with pytest.raises(ValueError, match="rows_on must be one of leader, every_rank; got 'all'"):
-        BatchDelivery(share, [], device=CPU, rows_on="all")  # type: ignore[arg-type]

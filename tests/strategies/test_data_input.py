@@ -24,7 +24,7 @@ import torch.distributed as dist
 from roll.config import ModelConfig, ParallelSettings, StrategySettings
 from roll.parallel.degrees import ParallelDegrees
 from roll.parallel.state import ParallelState, parallel_groups
-from roll.protocol import DataProto, MicroBatchPlan, MissingRanks, RollCall, delivery
+from roll.protocol import ROW_DELIVERIES, DataProto, MicroBatchPlan, MissingRanks, RollCall, delivery
 from roll.strategies import MegatronInferStrategy
 from roll.strategies.data_input import batch_delivery
 from tests.rank_pool import RankPool
@@ -389,7 +389,7 @@ def chosen_and_shared() -> tuple[list[str], list[str], bool, str, str]:
         some = way.deliver(stub, non_tensor=False, keys=["half", "counts"])
         with pytest.raises(ValueError, match="the batch lacks ids, reward; it has attention_mask, counts, ") as lacks:
             way.deliver(stub, non_tensor=False, keys=["ids", "counts", "reward"])
-        everywhere = batch_delivery(state, device=CPU, rows_on="every_rank")
+        everywhere = batch_delivery(state, device=CPU, rows=ROW_DELIVERIES["object_store"])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(delivery, "broadcast_bytes", None)  # would fail if it were called
             own = everywhere.deliver(batch, non_tensor=True, keys=["counts"])

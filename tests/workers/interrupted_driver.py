@@ -5,24 +5,24 @@ from __future__ import annotations
 import ray
 
 from roll.parallel.degrees import ParallelDegrees
-from roll.workers import Cluster, Placement, PlacementLayout, WorkerError, start_ray
-from tests.workers.probes import Probe
+from roll.workers import Placement, PlacementLayout, WorkerError, start_ray
+from tests.workers.probes import Probes
 
 
 def main() -> None:
     layout = PlacementLayout({"probe": 2})
     start_ray(None, num_cpus=layout.num_bundles)
     with Placement(layout) as placement:
-        cluster = Cluster(Probe, role="probe", degrees=ParallelDegrees(2, tp=2), placement=placement)
-        cluster.call("init_group")
-        pids = cluster.call("alive")
+        role = Probes(role="probe", degrees=ParallelDegrees(2, tp=2), placement=placement)
+        role.init_group()
+        pids = role.alive()
         try:
             print(*pids, flush=True)  # What the interruption waits for, so it may come at once.
-            cluster.call("meet_without", 1)
+            role.meet_without(1)
         except KeyboardInterrupt:
             print("interrupted", flush=True)
         try:
-            cluster.call("alive")
+            role.alive()
         except WorkerError as error:
             print(error, flush=True)
     ray.shutdown()

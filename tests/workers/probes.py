@@ -11,11 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from roll.workers.dispatch import Dispatch, register
+from roll.protocol.row_delivery import RowDelivery
+from roll.workers.dispatch import Dispatch
+from roll.workers.method import register
+from roll.workers.role import Role
 from roll.workers.worker import Worker
 
 if TYPE_CHECKING:
     from roll.protocol import DataProto
+
+THREADS_AT_IMPORT = os.environ.get("OMP_NUM_THREADS")
 
 
 class Probe(Worker):
@@ -43,6 +48,15 @@ class Probe(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def environment(self) -> dict[str, str]:
         return {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")}
+
+    @register(Dispatch.ONE_TO_ALL)
+    def threads_at_import(self) -> str | None:
+        """What torch would read, if this module loaded it."""
+        return THREADS_AT_IMPORT
+
+    @register(Dispatch.ONE_TO_ALL)
+    def own_delivery(self) -> RowDelivery:
+        return self.delivery
 
     @register(Dispatch.RANK_ZERO)
     def fail_on(self, rank: int, how: str) -> int:
@@ -100,6 +114,10 @@ class Probe(Worker):
 
     def not_registered(self) -> None:
         """Has no rule, so the driver may not call it."""
+
+
+class Probes(Role, Probe):
+    """All ranks."""
 
 
 class Asking(Probe):
@@ -174,6 +192,10 @@ class Asking(Probe):
     @register(Dispatch.ONE_TO_ALL)
     def expression(self) -> Iterator[int]:
         return (number for number in range(3))
+
+
+class Askings(Role, Asking):
+    """All ranks."""
 
 
 class NeedsArguments(Exception):

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ import ray
 import torch
 
 from roll.parallel.degrees import ParallelDegrees
-from roll.protocol import DataProto, DataProtoFuture, MicroBatchPlan, storage
+from roll.protocol import ROW_DELIVERIES, DataProto, DataProtoFuture, MicroBatchPlan, storage
 from roll.workers import (
     CallTimedOut,
     Cluster,
@@ -26,13 +26,15 @@ from roll.workers import (
     Worker,
     WorkerError,
     WorkerFailed,
+    as_batch,
 )
 from tests.processes import PATIENCE_S, descendants, end, kill, processes_of, wait_for_end
-from tests.workers.probes import Asking, Probe
+from tests.workers.probes import Askings, Probes
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
 META = {"step": 3}
+STORE = ROW_DELIVERIES["object_store"]
 
 
 @pytest.fixture
@@ -41,16 +43,16 @@ def placement(local_ray: None) -> Iterator[Placement]:
         yield placement
 
 
-def probes(placement: Placement, **settings: Any) -> Cluster:
-    return Cluster(Probe, role="probe", degrees=ParallelDegrees(2, tp=2), placement=placement, **settings)
+def probes(placement: Placement, **settings: Any) -> Probes:
+    return Probes(role="probe", degrees=ParallelDegrees(2, tp=2), placement=placement, **settings)
 
 
-def joined(placement: Placement) -> Cluster:
+def joined(placement: Placement) -> Probes:
     """Two probes in one gloo group, which has met once, so that all connections are there."""
-    cluster = probes(placement)
-    cluster.call("init_group")
-    assert cluster.call("sum_of_ranks") == [1, 1]
-    return cluster
+    role = probes(placement)
+    role.init_group()
+    assert role.sum_of_ranks() == [1, 1]
+    return role
 
 
 def test_two_runs_one_after_the_other(local_ray: None) -> None:
@@ -58,59 +60,61 @@ def test_two_runs_one_after_the_other(local_ray: None) -> None:
     for _ in range(2):
         # All four CPUs are reserved: what the first run did not give back, the second would wait for.
         with Placement(PlacementLayout({"probe": 2, "not started": 4})) as placement:
-            cluster = Cluster(Probe, role="probe", degrees=ParallelDegrees(2), placement=placement, threads=3)
-            first, second = cluster.submit("environment"), cluster.submit("alive")
+            role = Probes(role="probe", degrees=ParallelDegrees(2), placement=placement, threads=3, delivery=STORE)
+            first, second = role.environment.submit(), role.alive.submit()
             ranks = processes_of(second.result())  # in any order
             same = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "3"}
             assert first.done() and first.result() == [{"RANK": "0"} | same, {"RANK": "1"} | same]
-        assert placement.clusters == []
+            assert role.threads_at_import() == ["3", "3"]
+            assert role.own_delivery() == [STORE, STORE]
+        assert placement.watches == []
         wait_for_end(ranks)
         seen |= {rank.pid for rank in ranks}
         with pytest.raises(WorkerError, match="the probe cluster was stopped"):
-            cluster.call("alive")
-        cluster.shutdown()
+            role.alive()
+        role.cluster.shutdown()
     assert len(seen) == 4 and os.getpid() not in seen
 
 
 def test_planned_batch_there_and_back(placement: Placement) -> None:
     plan = MicroBatchPlan(shares=(((0,), (1, 2)), ((0,), (1,))), rows=((4, 0, 3), (2, 1)))
     data = DataProto.from_dict({"x": torch.arange(5)}).with_plan(plan)
-    with Cluster(Probe, role="probe", degrees=ParallelDegrees(2), placement=placement) as cluster:
-        ranks = processes_of(cluster.call("alive"))
-        assert cluster.call("rows", data) == [[4, 0, 3], [2, 1]]
-        assert cluster.call("scaled", data, scale=10)["y"].tolist() == [0, 10, 20, 30, 40]
+    with Probes(role="probe", degrees=ParallelDegrees(2), placement=placement) as role:
+        ranks = processes_of(role.alive())
+        assert role.rows(data) == [[4, 0, 3], [2, 1]]
+        assert role.scaled(data, scale=10)["y"].tolist() == [0, 10, 20, 30, 40]
         with pytest.raises(ValueError, match="with a micro-batch plan must be brought back"):
-            cluster.submit_remote("scaled", data, scale=10)
+            role.scaled.submit_remote(data, scale=10)
     wait_for_end(ranks)
 
 
 def test_methods_that_await_run_one_at_a_time_in_the_order_of_the_calls(placement: Placement) -> None:
     """A class with an `async def` would be an actor that runs up to 1000 calls at once, in any order."""
     data = DataProto.from_dict({"x": torch.arange(4)})
-    with Cluster(Asking, role="probe", degrees=ParallelDegrees(2), placement=placement) as cluster:
-        calls = [cluster.submit("note" if name in "be" else "ask", name) for name in "abcdef"]
+    with Askings(role="probe", degrees=ParallelDegrees(2), placement=placement) as role:
+        calls = [(role.note if name in "be" else role.ask).submit(name) for name in "abcdef"]
         log = [line for n in "abcdef" for line in ([n] if n in "be" else [f"{n} begins", f"{n} ends"])]
         assert calls[-1].result() == [log] * 2
         assert [len(call.result()[0]) for call in calls[:-1]] == [2, 3, 5, 7, 8]
-        assert cluster.call("doubled", data)["x"].tolist() == [0, 2, 4, 6]
-        assert cluster.submit_remote("doubled", data).result().get()["x"].tolist() == [0, 2, 4, 6]
+        assert role.doubled(data)["x"].tolist() == [0, 2, 4, 6]
+        assert role.doubled.submit_remote(data).result().get()["x"].tolist() == [0, 2, 4, 6]
         with pytest.raises(WorkerFailed, match="HoldsLock: the server is away"):
-            cluster.call("fail_while_asking")
+            role.fail_while_asking()
 
 
 def test_arguments_that_the_constructor_does_not_take_are_refused_on_the_driver(placement: Placement) -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'bad_rank'"):
         Cluster(Worker, role="single", degrees=ParallelDegrees(1), placement=placement, worker_kwargs={"bad_rank": 1})
-    assert placement.clusters == []
+    assert placement.watches == []
 
 
 def test_a_batch_that_asks_for_padding_is_filled_up(placement: Placement) -> None:
     data = DataProto.from_dict({"x": torch.arange(5)}, auto_padding=True)
-    with Cluster(Probe, role="probe", degrees=ParallelDegrees(2), placement=placement) as cluster:
-        assert cluster.call("scaled", data, scale=3)["y"].tolist() == [0, 3, 6, 9, 12]
+    with Probes(role="probe", degrees=ParallelDegrees(2), placement=placement) as role:
+        assert role.scaled(data, scale=3)["y"].tolist() == [0, 3, 6, 9, 12]
         message = "5 rows does not divide among dp 2 groups; auto_padding holds for methods .* returns_batch=True"
         with pytest.raises(ValueError, match=message):
-            cluster.call("rows", data)  # whose list of results could not be cut
+            role.rows(data)  # whose list of results could not be cut
 
 
 def test_results_may_stay_with_the_workers(placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,43 +125,47 @@ def test_results_may_stay_with_the_workers(placement: Placement, monkeypatch: py
         return storage.unpacked(values, dtype, shape)
 
     with (
-        Cluster(Probe, role="probe", degrees=ParallelDegrees(2), placement=placement) as two,
-        Cluster(Probe, role="single", degrees=ParallelDegrees(1), placement=placement) as one,
+        Probes(role="probe", degrees=ParallelDegrees(2), placement=placement) as two,
+        Probes(role="single", degrees=ParallelDegrees(1), placement=placement) as one,
     ):
         with monkeypatch.context() as patch:
             patch.setattr(
                 "roll.protocol.batch_data.storage", SimpleNamespace(**vars(storage) | {"unpacked": unpacked_here})
             )
-            negated = two.submit_remote("negated", data).result()
-            twice = one.submit_remote("negated", negated).result()
+            negated = two.negated.submit_remote(data).result()
+            twice = one.negated.submit_remote(as_batch(negated)).result()
         assert isinstance(negated, DataProtoFuture) and negated.num_rows == twice.num_rows == 4
-        assert two.call("rows", twice) == [[0, 1], [2, 3]]
-        assert one.call("rows", negated) == [[0, -1, -2, -3]]
+        assert two.rows(as_batch(twice)) == [[0, 1], [2, 3]]
+        assert one.rows(as_batch(negated)) == [[0, -1, -2, -3]]
         fetched = negated.get()
         assert fetched["x"].tolist() == [0, -1, -2, -3] and fetched["more"].tolist() == [0, 1, 2, 3]
         assert fetched.meta_info == {"step": 3, "metrics": {"rank": [0, 1]}}
-        assert two.call("squared", negated)["y"].tolist() == [0, 1, 4, 9]  # which reads x alone
+        assert two.squared(as_batch(negated))["y"].tolist() == [0, 1, 4, 9]  # which reads x alone
         # What cannot be is refused before a rank is called, and both clusters go on.
         with pytest.raises(ValueError, match="rows is not registered with returns_batch=True"):
-            two.submit_remote("rows", data)
+            two.rows.submit_remote(data)  # type: ignore[misc]
         with pytest.raises(ValueError, match="the batch lacks x; it has y"):
-            two.call("squared", one.submit_remote("scaled", data, scale=2).result())
-        one.shutdown()
-        for use in (twice.get, lambda: two.call("rows", twice), lambda: two.submit_remote("scaled", twice, scale=2)):
+            two.squared(as_batch(one.scaled.submit_remote(data, scale=2).result()))
+        one.cluster.shutdown()
+        gone = as_batch(twice)
+        uses: tuple[Callable[[], object], ...] = (
+            twice.get,
+            lambda: two.rows(gone),
+            lambda: two.scaled.submit_remote(gone, scale=2),
+        )
+        for use in uses:
             with pytest.raises(WorkerError, match="the rows were with the workers of single, which have been stopped"):
                 use()
-        assert two.call("rows", negated) == [[0, -1], [-2, -3]]
+        assert two.rows(as_batch(negated)) == [[0, -1], [-2, -3]]
 
 
 def test_death_of_a_worker_that_holds_rows(placement: Placement) -> None:
-    single, other = (
-        Cluster(Probe, role=role, degrees=ParallelDegrees(1), placement=placement) for role in ("single", "other")
-    )
-    other.ready()
-    rows = single.submit_remote("negated", DataProto.from_dict({"x": torch.arange(4)})).result()
-    ray.kill(single.actors[0])
+    single, other = (Probes(role=role, degrees=ParallelDegrees(1), placement=placement) for role in ("single", "other"))
+    other.cluster.ready()
+    rows = single.negated.submit_remote(DataProto.from_dict({"x": torch.arange(4)})).result()
+    ray.kill(single.cluster.actors.handles[0])
     with pytest.raises(WorkerFailed) as failed:
-        other.call("rows", rows)
+        other.rows(as_batch(rows))
     assert failed.value.role == "single"
 
 
@@ -173,35 +181,33 @@ def test_shares_are_put_once_and_are_each_ranks_own(local_ray: None, monkeypatch
     degrees = ParallelDegrees(4, tp=2)
     data = DataProto.from_dict({"x": torch.arange(3), "half": torch.ones(3, 5, dtype=torch.bfloat16)}, meta_info=META)
     with Placement(PlacementLayout({"probe": 4})) as placement:
-        cluster = Cluster(Probe, role="probe", degrees=degrees, placement=placement)
-        assert cluster.call("squared", data)["y"].tolist() == [0, 1, 4]  # padded to 4 rows, and cut again
+        role = Probes(role="probe", degrees=degrees, placement=placement)
+        assert role.squared(data)["y"].tolist() == [0, 1, 4]  # padded to 4 rows, and cut again
         assert sizes == [16, 16] and data["x"].tolist() == [0, 1, 2]
-        assert cluster.call("add", [1, 2, 3, 4], right=[10, 20, 30, 40]) == [11, 22, 33, 44]
-        cluster.call("init_group")
+        assert role.add([1, 2, 3, 4], right=[10, 20, 30, 40]) == [11, 22, 33, 44]
+        role.init_group()
         sizes.clear()
-        assert cluster.call("kinds", data[:2]) == [["rows", "stub"] * 2] * 2
+        assert role.kinds(data[:2]) == [["rows", "stub"] * 2] * 2
         assert sizes == [18, 18, 0]
-        remote = cluster.submit_remote("squared", data.repeat(4)[:4]).result()
-        assert cluster.call("kinds", remote) == [["rows", "stub"] * 2] * 2  # the stubs know its meta_info
+        remote = role.squared.submit_remote(data.repeat(4)[:4]).result()
+        assert role.kinds(as_batch(remote)) == [["rows", "stub"] * 2] * 2  # the stubs know its meta_info
         sizes.clear()
-        cluster.rows_on = "every_rank"
-        assert cluster.call("kinds", data[:2]) == [["rows"] * 4] * 2
+        role.cluster.delivery = STORE
+        assert role.kinds(data[:2]) == [["rows"] * 4] * 2
         assert sizes == [18, 18]
 
 
 def test_call_that_cannot_be_made_reaches_no_rank(placement: Placement) -> None:
-    with pytest.raises(ValueError, match="rows_on must be one of leader, every_rank, got 'all'"):
-        probes(placement, rows_on="all")
     with pytest.raises(ValueError, match="probe has 4 ranks, the placement has 2 for it"):
-        Cluster(Probe, role="probe", degrees=ParallelDegrees(4), placement=placement)
-    with Cluster(Probe, role="single", degrees=ParallelDegrees(1), placement=placement) as cluster:
+        Probes(role="probe", degrees=ParallelDegrees(4), placement=placement)
+    with Probes(role="single", degrees=ParallelDegrees(1), placement=placement) as role:
         with pytest.raises(ValueError, match=r"Probe has no registered method 'not_registered'; it has .*sum_of_ranks"):
-            cluster.call("not_registered")
+            role.not_registered()
         with pytest.raises(TypeError, match="missing a required argument: 'how'"):
-            cluster.call("fail_on", 1)
+            role.fail_on(1)  # type: ignore[call-arg]
         with pytest.raises(ValueError, match="needs a DataProto argument"):
-            cluster.call("rows", [1, 2])
-        assert cluster.call("environment")[0]["RANK"] == "0"
+            role.rows([1, 2])  # type: ignore[arg-type]
+        assert role.environment()[0]["RANK"] == "0"
 
 
 @pytest.mark.parametrize(
@@ -219,14 +225,14 @@ def test_call_that_cannot_be_made_reaches_no_rank(placement: Placement) -> None:
 )
 def test_failure_of_one_rank_while_its_peer_waits_in_a_collective(placement: Placement, how: str, account: str) -> None:
     """The collective would wait for half an hour, so a result at all shows that the driver has not waited for it."""
-    cluster = joined(placement)
-    ranks = processes_of(cluster.call("alive"))
+    role = joined(placement)
+    ranks = processes_of(role.alive())
     with pytest.raises(WorkerFailed, match=account) as failed:
-        cluster.call("fail_on", 1, how)
+        role.fail_on(1, how)
     assert (failed.value.role, failed.value.rank, failed.value.method) == ("probe", 1, "fail_on")
     wait_for_end(ranks)
     with pytest.raises(WorkerFailed, match=account):
-        cluster.call("alive")
+        role.alive()
 
 
 def wait_for_answer_of(rank: int, call: PendingCall) -> None:
@@ -234,9 +240,9 @@ def wait_for_answer_of(rank: int, call: PendingCall) -> None:
 
 
 def test_death_of_a_rank_that_has_already_answered(placement: Placement) -> None:
-    cluster = joined(placement)
-    ranks = processes_of(cluster.call("alive"))
-    call = cluster.submit("meet_without", 1)
+    role = joined(placement)
+    ranks = processes_of(role.alive())
+    call = role.meet_without.submit(1)
     wait_for_answer_of(1, call)
     ranks[1].kill()
     with pytest.raises(WorkerFailed, match="The actor died") as failed:
@@ -245,11 +251,9 @@ def test_death_of_a_rank_that_has_already_answered(placement: Placement) -> None
 
 
 def test_death_in_another_cluster_ends_the_wait(placement: Placement) -> None:
-    single, other = (
-        Cluster(Probe, role=role, degrees=ParallelDegrees(1), placement=placement) for role in ("single", "other")
-    )
-    ranks = processes_of(other.call("alive"))
-    call = single.submit("wait_on", 0)
+    single, other = (Probes(role=role, degrees=ParallelDegrees(1), placement=placement) for role in ("single", "other"))
+    ranks = processes_of(other.alive())
+    call = single.wait_on.submit(0)
     kill(ranks)
     with pytest.raises(WorkerFailed, match="The actor died") as failed:
         call.result()
@@ -257,16 +261,16 @@ def test_death_in_another_cluster_ends_the_wait(placement: Placement) -> None:
 
 
 def test_worker_that_cannot_be_made(placement: Placement) -> None:
-    cluster = probes(placement, worker_kwargs={"bad_rank": 1})
+    role = probes(placement, worker_kwargs={"bad_rank": 1})
     with pytest.raises(WorkerFailed, match="ValueError: rank 1 cannot be made") as failed:
-        cluster.ready()
+        role.cluster.ready()
     assert failed.value.rank == 1
 
 
 def test_timeout_names_the_missing_rank_and_stops_the_actors(placement: Placement) -> None:
-    cluster = probes(placement)
-    ranks = processes_of(cluster.call("alive"))
-    waiting = cluster.submit("wait_on", 1)
+    role = probes(placement)
+    ranks = processes_of(role.alive())
+    waiting = role.wait_on.submit(1)
     wait_for_answer_of(0, waiting)
     with pytest.raises(CallTimedOut, match=r"wait_on did not end within 0.5 s; no answer from rank 1 \(of 2\)"):
         waiting.result(timeout=0.5)
@@ -282,14 +286,14 @@ def test_ctrl_c_on_either_side_of_the_wait_stops_the_cluster(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    cluster = probes(placement)
-    ranks = processes_of(cluster.call("alive"))
-    monkeypatch.setattr(f"roll.workers.cluster.{step}", interrupted)
+    role = probes(placement)
+    ranks = processes_of(role.alive())
+    monkeypatch.setattr(f"roll.workers.calls.{step}", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        cluster.call("meet_without", 1)
+        role.meet_without(1)
     wait_for_end(ranks)
     with pytest.raises(WorkerError, match="the probe cluster was stopped"):
-        cluster.call("alive")
+        role.alive()
 
 
 def test_ctrl_c_stops_all_processes() -> None:

@@ -15,24 +15,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, get_args
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roll.config.ppo import Delivery
 from roll.data.plan import plan_micro_batches
 from roll.parallel.degrees import ParallelDegrees
-from roll.protocol import DataProto, DataProtoFuture, LossNormalizers, MicroBatchPlan
-from roll.workers.dispatch import (
-    Dispatch,
-    Rule,
-    register,
-    registered_methods,
-    rule_of,
-)
+from roll.protocol import ROW_DELIVERIES, DataProto, DataProtoFuture, LossNormalizers, MicroBatchPlan
+from roll.workers.dispatch import Dispatch, Rule
+from roll.workers.method import register
 from roll.workers.routing import (
     RankArguments,
     Sent,
@@ -93,7 +89,7 @@ def test_compute_gives_the_share_to_the_whole_group(degrees: ParallelDegrees, ex
     assert rows_by_rank(route(Rule(Dispatch.DP_MP_COMPUTE), degrees, [batch(4)], {})[0]) == expected
     # So does the other rule, where every rank takes its rows from the object store.
     first = Rule(Dispatch.DP_MP_DISPATCH_FIRST)
-    assert rows_by_rank(route(first, degrees, [batch(4)], {}, rows_on="every_rank")[0]) == expected
+    assert rows_by_rank(route(first, degrees, [batch(4)], {}, delivery=ROW_DELIVERIES["object_store"])[0]) == expected
 
 
 def test_planned_rows_go_where_the_plan_says() -> None:
@@ -155,7 +151,7 @@ def test_gather_without_batches() -> None:
 
 @pytest.mark.parametrize("dispatch", SPLITTING)
 def test_gather_joins_batches_and_undoes_the_plan(dispatch: Dispatch) -> None:
-    rule, planned = Rule(dispatch), Sent(PLAN, num_rows=5)
+    rule, planned = Rule(dispatch, returns_batch=True), Sent(PLAN, num_rows=5)
     halves = [results_of([0, 1]), results_of([2, 3])]
     assert gather(rule, halves, Sent(num_rows=4))["y"].tolist() == [0, 10, 20, 30]
     joined = gather(rule, [results_of([4, 0, 3]), results_of([2, 1])], planned)
@@ -169,7 +165,7 @@ def test_gather_joins_batches_and_undoes_the_plan(dispatch: Dispatch) -> None:
 def test_planned_rows_of_any_number_come_back_in_their_order(
     lengths: list[int], dispatch: Dispatch, tp: int, by_rows: bool
 ) -> None:
-    degrees, rule = ParallelDegrees(8, tp=tp), Rule(dispatch)
+    degrees, rule = ParallelDegrees(8, tp=tp), Rule(dispatch, returns_batch=True)
     settings = {"rows": 2} if by_rows else {"max_tokens": 9}
     plan = plan_micro_batches(lengths, degrees.dp, **settings)
     names = [f"row {row}" for row in range(len(lengths))]
@@ -188,7 +184,7 @@ def test_planned_rows_of_any_number_come_back_in_their_order(
 @pytest.mark.parametrize("dispatch", SPLITTING)
 @pytest.mark.parametrize("rows", range(9))
 def test_padding_goes_there_and_does_not_come_back(dispatch: Dispatch, rows: int) -> None:
-    rule, four = Rule(dispatch, uneven="pad"), ParallelDegrees(8, tp=2)
+    rule, four = Rule(dispatch, uneven="pad", returns_batch=True), ParallelDegrees(8, tp=2)
     routed, sent = route(rule, four, [batch(rows)], {})
     shares = [routed[rank].args[0] for rank in four.leaders]
     assert len({len(share) for share in shares}) == 1  # as many on each
@@ -199,13 +195,26 @@ def test_padding_goes_there_and_does_not_come_back(dispatch: Dispatch, rows: int
     assert back["y"].tolist() == [10 * row for row in range(rows)]
 
 
+@pytest.mark.parametrize("dispatch", SPLITTING)
+def test_the_registration_decides_what_a_call_gives(dispatch: Dispatch) -> None:
+    shares = [results_of([0]), results_of([1])]
+    assert gather(Rule(dispatch, returns_batch=True), shares, Sent(num_rows=2))["y"].tolist() == [0, 10]
+    assert gather(Rule(dispatch), shares, Sent(num_rows=2)) == shares
+    for wrong in ([{"loss": 1.0}, None], [results_of([0]), {"loss": 1.0}]):
+        with pytest.raises(ValueError, match=r"with returns_batch=True must return a DataProto, got .*dict"):
+            gather(Rule(dispatch, returns_batch=True), wrong, Sent(num_rows=2))
+
+
 def test_padding_that_the_result_would_see_is_refused() -> None:
     rule, padded = Rule(Dispatch.DP_MP_COMPUTE, uneven="pad"), Sent(num_rows=3, padding=1)
     with pytest.raises(ValueError, match="a method with uneven='pad' must return a DataProto, got dict"):
         gather(rule, [{"loss": 1.0}, {"loss": 2.0}], padded)
+    with pytest.raises(ValueError, match="must return a DataProto, got DataProto; register it with returns_batch=True"):
+        gather(rule, [results_of([0, 1]), results_of([2, 2])], padded)
+    joined = replace(rule, returns_batch=True)
     for wrong in ([results_of([0]), results_of([1])], [results_of([0]), results_of([1, 2, 2])]):
         with pytest.raises(ValueError, match="data-parallel group 0 returned 1 rows for its share of 2"):
-            gather(rule, wrong, padded)
+            gather(joined, wrong, padded)
     with pytest.raises(ValueError, match="batches of 3, 5 rows cannot be padded alike"):
         route(rule, DP_LAST, [batch(3)], {"extra": batch(5)})
     with pytest.raises(ValueError, match="batches of 4, 5 rows cannot be padded alike"):
@@ -239,21 +248,19 @@ def test_only_the_fields_that_a_method_reads_are_sent() -> None:
 def test_settings_of_a_rule_that_would_do_nothing_are_refused() -> None:
     for dispatch in set(Dispatch) - set(SPLITTING):
         with pytest.raises(ValueError, match=f"{dispatch.name} splits no batch"):
-            register(dispatch, uneven="pad")
+            register(dispatch, uneven="pad")  # type: ignore[call-overload]
         with pytest.raises(ValueError, match=f"{dispatch.name} splits no batch"):
-            register(dispatch, fields=["x"])
+            register(dispatch, fields=["x"])  # type: ignore[call-overload]
         with pytest.raises(ValueError, match=f"{dispatch.name} splits no batch"):
-            register(dispatch, returns_batch=True)
+            register(dispatch, returns_batch=True)  # type: ignore[call-overload]
 
 
 def test_unknown_settings_are_refused() -> None:
     for make in (register, Rule):
         with pytest.raises(ValueError, match="uneven must be one of refuse, pad, got 'padd'"):
-            make(Dispatch.DP_MP_COMPUTE, uneven="padd")  # type: ignore[arg-type]
+            make(Dispatch.DP_MP_COMPUTE, uneven="padd")  # type: ignore[arg-type, call-overload]
     with pytest.raises(ValueError, match="fields are given as a list, got 'xy'"):
         register(Dispatch.DP_MP_COMPUTE, fields="xy")
-    with pytest.raises(ValueError, match="rows_on must be one of leader, every_rank, got 'every rank'"):
-        route(Rule(Dispatch.DP_MP_COMPUTE), DP_LAST, [batch(4)], {}, rows_on="every rank")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dispatch", SPLITTING)
@@ -340,29 +347,9 @@ def test_what_cannot_stay_with_the_workers() -> None:
         check_can_stay("score", rule, DP_LAST, [batch(5, PLAN)])
 
 
-class Base:
-    @register(Dispatch.ONE_TO_ALL)
-    def start(self) -> None: ...
-
-    @register(Dispatch.RANK_ZERO)
-    def stop(self) -> None: ...
-
-    def inner(self) -> None: ...
-
-
-class Derived(Base):
-    def start(self) -> None: ...
-
-    @register(Dispatch.ONE_TO_ALL)
-    def stop(self) -> None: ...
-
-
-def test_registered_methods_follow_inheritance() -> None:
-    assert registered_methods(Base) == {"start": Rule(Dispatch.ONE_TO_ALL), "stop": Rule(Dispatch.RANK_ZERO)}
-    assert registered_methods(Derived) == dict.fromkeys(("start", "stop"), Rule(Dispatch.ONE_TO_ALL))
-    assert rule_of(Derived, "start") == Rule(Dispatch.ONE_TO_ALL)
-    with pytest.raises(ValueError, match="Derived has no registered method 'inner'; it has start, stop"):
-        rule_of(Derived, "inner")
+def test_every_setting_of_the_delivery_is_a_way() -> None:
+    assert set(ROW_DELIVERIES) == set(get_args(Delivery))
+    assert [way.receivers([4, 5, 6]) for way in ROW_DELIVERIES.values()] == [[4, 5, 6], [4]]
 
 
 def test_rules_need_no_ray() -> None:
@@ -374,7 +361,7 @@ def test_prompts_need_not_divide_over_the_rollout_ranks() -> None:
     """4 prompts on 3 ranks: shares of 2 rows, of which copies of the last prompt fill up the third."""
     from roll.workers.rollout import RolloutWorker
 
-    rule = rule_of(RolloutWorker, "generate")
+    rule = RolloutWorker.generate.rule
     routed, sent = route(rule, ParallelDegrees(3), [batch(4)], {"seed": 1})
     assert rows_by_rank(routed) == [[0, 1], [2, 3], [3, 3]]
     assert gather(rule, [call.args[0] for call in routed], sent)["x"].tolist() == [0, 1, 2, 3]

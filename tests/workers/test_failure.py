@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError
 
-from roll.workers.failure import CallTimedOut, Failure, failure_of, first_cause, worker_failed
+from roll.workers.errors import CallTimedOut
+from roll.workers.failure import Failure, failure_of, first_cause, worker_failed
 
 GLOO = "RuntimeError: [third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:54961."
 NCCL = "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited"

@@ -12,9 +12,9 @@ import torch
 
 from roll.parallel.degrees import ParallelDegrees
 from roll.protocol import DataProto
-from roll.workers import Cluster, Placement, PlacementLayout, WorkerFailed
+from roll.workers import Placement, PlacementLayout, WorkerFailed
 from tests.processes import command_line, descendants, processes_of, wait_for_end, wait_until
-from tests.workers.probes import Probe
+from tests.workers.probes import Probes
 
 RUNS = 20
 
@@ -26,13 +26,13 @@ def run(fails: bool) -> list[psutil.Process]:
     """
     data = DataProto.from_dict({"x": torch.arange(2), "large": torch.zeros(2, 125_000)})
     with Placement(PlacementLayout({"probe": 2})) as placement:
-        cluster = Cluster(Probe, role="probe", degrees=ParallelDegrees(2), placement=placement)
-        cluster.call("init_group")
-        assert cluster.call("rows", data) == [[0], [1]]
-        ranks = processes_of(cluster.call("alive"))
+        role = Probes(role="probe", degrees=ParallelDegrees(2), placement=placement)
+        role.init_group()
+        assert role.rows(data) == [[0], [1]]
+        ranks = processes_of(role.alive())
         if fails:
             with pytest.raises(WorkerFailed, match="The actor died"):
-                cluster.call("fail_on", 1, "sigkill")
+                role.fail_on(1, "sigkill")
     return ranks
 
 

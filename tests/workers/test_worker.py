@@ -9,10 +9,11 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
-import torch
 
-from roll.workers.dispatch import Dispatch, register, rule_of
+from roll.workers.dispatch import Dispatch
 from roll.workers.failure import RankError
+from roll.workers.method import register, registered_methods
+from roll.workers.worker import WorkerActor, actor_class
 from tests.workers.probes import Asking, Probe
 
 
@@ -90,8 +91,7 @@ def test_generators_are_refused() -> None:
         note = yields  # type: ignore[assignment]
 
     with pytest.raises(ValueError, match="yields yields, and a call has one result"):
-        rule_of(Overrides, "note")
-    assert rule_of(Overrides, "ask").dispatch is Dispatch.ONE_TO_ALL
+        registered_methods(Overrides)
     for keep in ("result", "nothing"):
         with pytest.raises(RankError, match="expression returned a generator, of which nothing has run: return a list"):
             asking().execute("expression", keep)
@@ -103,11 +103,9 @@ def test_result_that_nobody_reads_is_not_sent() -> None:
 
 
 def test_a_worker_looks_like_a_rank_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = torch.get_num_threads()
     monkeypatch.setattr(os, "environ", {"RANK": "5", "HOME": "/"})
-    probe().join("10.0.0.1", 1234, threads=threads + 1)
-    assert torch.get_num_threads() == threads + 1
-    torch.set_num_threads(threads)
+    actor: WorkerActor = actor_class(Probe)(threads=3, role="probe", rank=0, world_size=1)
+    actor.execute("join", "nothing", "10.0.0.1", 1234)
     assert os.environ == {
         "HOME": "/",
         "RANK": "0",
@@ -117,5 +115,5 @@ def test_a_worker_looks_like_a_rank_of_torchrun(monkeypatch: pytest.MonkeyPatch)
         "MASTER_ADDR": "10.0.0.1",
         "MASTER_PORT": "1234",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": str(threads + 1),
+        "OMP_NUM_THREADS": "3",
     }
