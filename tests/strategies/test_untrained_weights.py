@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -63,7 +62,7 @@ def weights_of(strategy: Any) -> dict[str, Tensor]:
 
 def step(strategy: Any, batch: Any) -> dict[str, Any]:
     before = weights_of(strategy)
-    metrics = strategy.train_step(batch, partial(weighted_nll, strategy))
+    metrics = strategy.train_step(batch, weighted_nll)
     return {
         "before": before,
         "grad_norm": metrics["grad_norm"],
@@ -186,7 +185,7 @@ def save_and_load(folder: Path, checkpoint: Path, dtype: str) -> list[dict[str, 
             for mapped in mapped_parameters(saved.gpt, state.mode):
                 if not mapped.trained:
                     mapped.parameter.add_(1.0)
-        saved.train_step(make_batch() if state.is_leader else make_batch().stub(), partial(weighted_nll, saved))
+        saved.train_step(make_batch() if state.is_leader else make_batch().stub(), weighted_nll)
         saved.save_checkpoint(checkpoint)
         outcomes.append(merge_stages(weights_of(saved)))
     for layout in ({"mode": "isp", "wp": 2}, {"pp": 2}):
