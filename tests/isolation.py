@@ -36,6 +36,13 @@ FIXED = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Ray runs its workers at nice 15, where they get next to nothing beside busy processes.
     "RAY_worker_niceness": "0",
+    # Ray gives up where its own processes take some 15 s to start, as they do on a busy machine.
+    "RAY_agent_register_timeout_ms": "600000",
+    "RAY_worker_register_timeout_seconds": "600",
+    "RAY_gcs_server_port_wait_time_s": "600",
+    "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "600",
+    "RAY_gcs_server_request_timeout_seconds": "600",
+    "RAY_health_check_timeout_ms": "100000",
     # Ray's own default depends on what is found at home.
     "RAY_AUTH_MODE": "disabled",
 }

@@ -75,8 +75,8 @@ def test_prompts_are_turns_of_the_models_chat_template(tmp_path: Path, folder: P
         assert texts == [f"[{prompt}][" for prompt in one["prompt"]]
         assert one["prompt"].tolist() == other["prompt"].tolist()
         assert one["attention_mask"].sum(dim=1).tolist() == [len(text) for text in texts]
-    with pytest.raises(ValueError, match=r"^prompt \d+ has 10 tokens, max_prompt_tokens is 9: '\w{5} ='$"):
-        load(tmp_path, *settings, "task.max_prompt_tokens=9")
+    with pytest.raises(ValueError, match=r"^prompt \d+ has 9 tokens, max_prompt_tokens is 8: '\w{4} ='$"):
+        load(tmp_path, *settings, "task.max_prompt_tokens=8")
     with pytest.raises(ConfigError, match=r"task\.chat_template"):
         load(tmp_path, *settings, "task.chat_template=always")
 
@@ -93,8 +93,8 @@ def test_a_warm_start_learns_behind_the_prompts_of_its_own_setting(tmp_path: Pat
     templated = load(tmp_path, *start)
     assert templated.warm_start is not None
     assert " =][" in tokenizer.decode(templated.warm_start.train[0].input_ids)
-    long = [*start, "rollout.max_new_tokens=5"]
-    with pytest.raises(ValueError, match=r"^answer \d+ has 6 tokens with its end token, max_new_tokens is 5"):
+    long = [*start, "rollout.max_new_tokens=4"]
+    with pytest.raises(ValueError, match=r"^answer \d+ has 5 tokens with its end token, max_new_tokens is 4"):
         load(tmp_path, *long)
 
 
