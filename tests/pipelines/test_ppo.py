@@ -20,11 +20,10 @@ from transformers import AutoTokenizer
 
 from roll.checkpoint.tensor_sources import HfFolder
 from roll.config import ModelConfig, PPOConfig, load_config
-from roll.data.tasks import score_responses
 from roll.pipelines.prompt_data import load_prompt_data
 from roll.strategies import HfStrategy
 from tests.pipelines.conftest import Head
-from tests.pipelines.small_run import EXAMPLES, SMALL, driver, outcome_of, run
+from tests.pipelines.small_run import EXAMPLES, SMALL, driver, outcome_of, run, share_of_letters
 from tests.processes import command_line, descendants, end, wait_for_end, wait_until
 
 
@@ -81,7 +80,7 @@ def greedy_score(folder: Path, config: PPOConfig) -> float:
     answers = model.generate(data.held_out, max_new_tokens=config.rollout.max_new_tokens, temperature=None, **tokens)
     ids = [row[mask.bool()] for row, mask in zip(answers["input_ids"], answers["response_mask"], strict=True)]
     texts = data.tokenizer.batch_decode([row.tolist() for row in ids], skip_special_tokens=True)
-    scores = score_responses(texts, list(data.held_out.non_tensor_batch["entry"]))
+    scores = share_of_letters(texts, list(data.held_out.non_tensor_batch["entry"]))
     return sum(scores) / len(scores)
 
 
