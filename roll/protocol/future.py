@@ -167,7 +167,7 @@ class DataProtoFuture(RemoteRows):
         whole = self._joined(arrived, names)
         # A part that was joined of others has lists already; here each of those others counts.
         entries = joining.gathered_entries([arrived[source].meta_info for source in self.references()], names)
-        return replace(whole, meta_info={**whole.meta_info, **entries})
+        return replace(whole, meta_info={**whole.meta_info, **entries}) if entries else whole
 
     def references(self) -> Iterator[Hashable]:
         """What will be fetched."""

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
+from roll.checkpoint.checksums import CHECKSUMS
 from roll.checkpoint.tensor_sources import HfFolder
 from roll.config import ModelConfig, SFTConfig, load_config
 from roll.data.sources.tokenized_folder import write_tokenized
@@ -244,19 +244,17 @@ def test_what_cannot_be_run_is_refused_and_leaves_all_as_it_was(ranks: RankPool,
     with pytest.raises(RankError, match=r"bad\.bin line \d+: token 1 has id 999, outside the vocabulary of 100"):
         ranks.run(train, [*stopped, *bad], world_size=1)
     assert before == {path: path.read_bytes() for path in (tmp_path / "stopped").glob("*.*")}
-    # As an earlier version left it: more settings beside the step, no progress in the checkpoint.
-    newest, common = (tmp_path / "stopped" / "checkpoints" / name for name in ("newest.json", "step_00002/common.pt"))
-    saved = newest.read_bytes(), common.read_bytes()
+    # As an earlier version left it: more settings beside the step, no checksums in the checkpoint.
+    newest, sums = (tmp_path / "stopped" / "checkpoints" / name for name in ("newest.json", f"step_00002/{CHECKSUMS}"))
+    saved = newest.read_bytes(), sums.read_bytes()
     state = json.loads(newest.read_text())
     state["settings"]["optimizer"] = {"lr": 0.1}
     newest.write_text(json.dumps(state))
-    content = torch.load(common)
-    del content["progress"]
-    torch.save(content, common)
-    with pytest.raises(RankError, match="the checkpoint is of an earlier version of roll"):
+    sums.unlink()
+    with pytest.raises(RankError, match=f"step_00002 is not a complete checkpoint .*: it holds no {CHECKSUMS}"):
         ranks.run(train, [*stopped, "resume=true"], world_size=1)
     newest.write_bytes(saved[0])
-    common.write_bytes(saved[1])
+    sums.write_bytes(saved[1])
     assert before == {path: path.read_bytes() for path in (tmp_path / "stopped").glob("*.*")}
     shutil.move(tmp_path / "stopped" / "checkpoints" / "step_00002", tmp_path / "gone")
     with pytest.raises(ValueError, match=r"^resume: .*newest\.json names step 2, of which there is no folder$"):
