@@ -347,7 +347,7 @@ def arriving_together(store: Any, absent: list[int]) -> Iterator[None]:
 
 
 def errors_of_bad_batches() -> tuple[dict[str, tuple[bool, str]], bool]:
-    """Whether ranks were missing, and what this rank is told, for each bad batch; and whether a good one still arrives."""
+    """Whether ranks were missing, with what this rank is told, for each bad batch; and whether a good one arrives."""
     heard = {}
     absent: list[int] = []
     store: Any = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
