@@ -82,7 +82,7 @@ class KLController(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, float | str]:
-        """What a checkpoint keeps. Settings are not state: they come from the run's config again."""
+        """State that a checkpoint keeps. Settings are not state: they come from the run's config again."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, float | str]) -> None:

@@ -7,11 +7,12 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from enum import Enum
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -109,18 +110,10 @@ def on_rank_0(act: Callable[[], T]) -> T:
 
     Were the error left to rank 0 alone, the others would wait for it until their group's timeout.
     """
-    outcome: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = act()
-        except (OSError, ValueError) as error:
-            outcome[1] = error
+    outcome: list[_Outcome[T] | None] = [_tried(act) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(outcome, src=0)
-    value, failure = outcome
-    if failure is not None:
-        raise failure
-    result: T = value
-    return result
+    assert outcome[0] is not None
+    return outcome[0].value()
 
 
 def on_every_rank(act: Callable[[], T]) -> T:
@@ -128,19 +121,32 @@ def on_every_rank(act: Callable[[], T]) -> T:
 
     Collective: nobody goes on before every rank is done.
     """
-    value: Any = None
-    failure: OSError | ValueError | None = None
-    try:
-        value = act()
-    except (OSError, ValueError) as error:
-        failure = error
-    failures: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, failure)
+    own = _tried(act)
+    failures: list[OSError | ValueError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, own.failure)
     first = next((failure for failure in failures if failure is not None), None)
-    if first is not None:
-        raise first
-    result: T = value
-    return result
+    return replace(own, failure=first).value()
+
+
+@dataclass(frozen=True)
+class _Outcome(Generic[T]):
+    """Result of an act, or the error in its place."""
+
+    result: T | None = None
+    failure: OSError | ValueError | None = None
+
+    def value(self) -> T:
+        """The result. Raises the error."""
+        if self.failure is not None:
+            raise self.failure
+        return cast(T, self.result)
+
+
+def _tried(act: Callable[[], T]) -> _Outcome[T]:
+    try:
+        return _Outcome(act())
+    except (OSError, ValueError) as error:
+        return _Outcome(failure=error)
 
 
 def alone(act: Callable[[], T]) -> T:

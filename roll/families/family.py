@@ -1,4 +1,4 @@
-"""What a family of models declares: its config.json, its tensors, and where its network differs from the others'.
+"""Declaration of a family of models: its config.json, its tensors, and where its network differs from the others'.
 
 All families are one network: a decoder with RMSNorm before attention and MLP, grouped-query attention, RoPE and SwiGLU.
 """

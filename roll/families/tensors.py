@@ -74,7 +74,7 @@ class TensorNames:
         return None
 
     def mistakes(self) -> Iterator[str]:
-        """What is wrong with the table, in a family of a user's own."""
+        """Find what is wrong with the table, in a family of a user's own."""
         for canonical in EVERYWHERE:
             if canonical not in self.table:
                 yield f"tensors lack {canonical!r}"

@@ -28,7 +28,7 @@ class MappedParameter:
     parameter: nn.Parameter
     hf_names: tuple[str, ...]
     split: Split | None
-    """How the Hugging Face tensors are split; None where every rank has the whole."""
+    """Split of the Hugging Face tensors; None where every rank has the whole."""
     trained: bool
     """Whether training changes it."""
 
@@ -49,7 +49,7 @@ class MappedParameter:
         return self.local(of).chunk(len(self.hf_names))
 
     def local(self, of: str = "data") -> Tensor:
-        """What this rank holds of the parameter (or of another attribute of it)."""
+        """This rank's part of the parameter (or of another attribute of it)."""
         tensor = getattr(self.parameter, of)
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

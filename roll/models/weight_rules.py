@@ -13,7 +13,7 @@ from roll.parallel import SplitOver
 
 @dataclass(frozen=True)
 class Split:
-    """How a weight is split: each rank of a group has an equal part of dimension `dim` of the whole tensor."""
+    """Split of a weight: each rank of a group has an equal part of dimension `dim` of the whole tensor."""
 
     over: SplitOver
     dim: int
@@ -30,14 +30,14 @@ class WeightRule:
     megatron: str
     hf: tuple[str, ...]
     split: Split | None
-    """How modes mtp, msp and fsp split it; None where every rank has the whole."""
+    """Split in modes mtp, msp and fsp; None where every rank has the whole."""
     isp_split: Split
-    """How mode isp splits it."""
+    """Split in mode isp."""
     trained: bool = True
     """Whether training changes it. A weight that is not trained has no gradient, and no optimizer holds it."""
 
     def split_in(self, mode: Mode) -> Split | None:
-        """How `mode` splits it."""
+        """Split in `mode`."""
         return self.isp_split if mode == "isp" else self.split
 
 

@@ -1,4 +1,4 @@
-"""How ranks are divided into groups, and what they do together."""
+"""Groups of ranks, and what their ranks do together."""
 
 from roll.parallel.degrees import ParallelDegrees, RankCoordinates, SplitOver
 

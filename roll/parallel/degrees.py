@@ -33,7 +33,7 @@ class RankCoordinates:
 
 @dataclass(frozen=True)
 class ParallelDegrees:
-    """How `world_size` ranks are divided into tensor, context, data and pipeline parallel groups.
+    """Division of `world_size` ranks into tensor, context, data and pipeline parallel groups.
 
     `order` names the axes from the fastest varying to the slowest, as in Megatron-Core. Expert parallelism (`ep`) is
     always 1 here and has no influence on the layout. The sequence-parallel ranks of mode isp are the `cp` axis. Its

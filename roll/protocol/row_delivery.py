@@ -1,4 +1,4 @@
-"""How the rows of a data-parallel share reach the ranks that work on it.
+"""The way of the rows of a data-parallel share to the ranks that work on it.
 
 A `RowDelivery` is made once for a role and given to both sides: the driver sends rows to its `receivers`, and the
 `BatchDelivery` of the ranks broadcasts to the rest of the share. It needs no torch, since drivers and workers load it.

@@ -120,7 +120,7 @@ class TrainStrategy(InferenceStrategy):
         `optimizer` that were others, old and new.
 
         Raises:
-            ValueError: it is incomplete or damaged, or of an earlier version or another model; on every rank alike.
+            ValueError: it is incomplete or damaged, or of another model; on every rank alike.
                 Nothing has been changed, except where a file of tensors is damaged: weights may be replaced in part.
         """
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from roll.config import OptimizerSettings
-from roll.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +27,7 @@ def continued_steps(checkpoint: Mapping[str, Any], settings: OptimizerSettings, 
         checkpoint: what was loaded; its entry `progress` is from `progress_of`.
         settings: those of this run.
         speaks: whether this rank logs a warning that names each changed setting, old and new.
-
-    Raises:
-        ValueError: there is no such entry; earlier versions wrote checkpoints without it.
     """
-    if "progress" not in checkpoint:
-        raise UserError("the checkpoint is of an earlier version of roll: it does not say what settings made it")
     progress = checkpoint["progress"]
     changes = changed_settings(progress["settings"], settings)
     if changes and speaks:

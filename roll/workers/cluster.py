@@ -68,7 +68,7 @@ class Cluster(Sender):
         for rank in range(degrees.world_size):
             placed_cls = actor_cls.options(**placement.actor_options(role, rank))
             self.actors.handles.append(placed_cls.remote(rank=rank, threads=threads, **settings))
-        self._address: PendingCall[tuple[str, int] | None] | None = self._send(Worker.address)
+        self._address: PendingCall[tuple[str, int] | None] | None = self._send(Worker.address, (), {})
 
     def ready(self) -> None:
         """Wait until every worker is made and knows its rendezvous. Raises WorkerFailed if one cannot be made."""
@@ -76,7 +76,7 @@ class Cluster(Sender):
             pending, self._address = self._address, None
             address = pending.result(self.start_timeout_s)
             assert address is not None, "rank 0 has the store"
-            self._send(Worker.join, address).result(self.start_timeout_s)
+            self._send(Worker.join, address, {}).result(self.start_timeout_s)
 
     def send(
         self,
@@ -88,17 +88,12 @@ class Cluster(Sender):
     ) -> PendingCall[T]:
         self.actors.raise_if_stopped()
         self.ready()
-        return self._send(method, args, kwargs, leave=leave)
+        return self._send(method, args, kwargs or {}, leave)
 
     def _send(
-        self,
-        method: RoleMethod[..., Any, T],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        *,
-        leave: bool = False,
+        self, method: RoleMethod[..., Any, T], args: tuple[Any, ...], kwargs: Mapping[str, Any], leave: bool = False
     ) -> PendingCall[T]:
-        method.check_arguments(args, kwargs or {})
+        method.check_arguments(args, kwargs)
         with self.stopped_by_ctrl_c():
             call: PendingCall[T] = PendingCall(
                 self._watch,

@@ -22,6 +22,7 @@ MODEL = ModelConfig(
     num_attention_heads=4,
     num_key_value_heads=2,
     max_position_embeddings=16,
+    initializer_range=0.3,
 )
 TOKENIZER_FILES = {"tokenizer.json": "{}", "tokenizer_config.json": '{"a": 1}', "special_tokens_map.json": "{}"}
 

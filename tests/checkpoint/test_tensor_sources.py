@@ -10,20 +10,9 @@ import torch
 from torch import Tensor
 
 from roll.checkpoint.tensor_sources import HfFolder, RandomTensors, tensor_source
-from roll.config import ModelConfig
 from roll.models.hf_layout import hf_shapes
-from tests.checkpoint.folder_of_tensors import INDEX, random_tensors, write_folder
+from tests.checkpoint.folder_of_tensors import INDEX, MODEL, random_tensors, write_folder
 
-MODEL = ModelConfig(
-    vocab_size=12,
-    hidden_size=8,
-    intermediate_size=20,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=16,
-    initializer_range=0.3,
-)
 FIRST_W2 = "model.layers.0.feed_forward.w2.weight"
 
 

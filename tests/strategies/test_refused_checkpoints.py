@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from roll.checkpoint.checksums import CHECKSUMS, Checksum, checksums_of, write_checksums
+from roll.checkpoint.checksums import CHECKSUMS, Checksum, checksums_of
 from roll.checkpoint.training_state import sharded_training_state
 from roll.parallel.state import parallel_groups
 from roll.strategies import HfStrategy, MegatronTrainStrategy
@@ -67,14 +67,6 @@ def loads(folder: Path, layout: dict[str, Any], checkpoints: list[Path]) -> list
     return told
 
 
-def without_progress(file: Path) -> None:
-    """A file as an earlier version wrote it, and no damage."""
-    content = torch.load(file)
-    del content["progress"]
-    torch.save(content, file)
-    write_checksums(file.parent, read_sums(file.parent) | checksums_of(file.parent, [file.name]))
-
-
 def read_sums(folder: Path) -> dict[str, Checksum]:
     return checksums_of(folder, (path.name for path in folder.iterdir() if path.name != CHECKSUMS))
 
@@ -125,9 +117,8 @@ OF_CHECKSUMS: list[Damage] = [
 ]
 OF_TENSORS = ("__0_0.distcp", "__0_1.distcp", "__1_0.distcp", "__1_1.distcp")
 DAMAGES: dict[str, list[Damage]] = {
-    "hf": [(without_progress, "state.pt", "of an earlier version"), *damages_of("state.pt"), *OF_CHECKSUMS],
+    "hf": [*damages_of("state.pt"), *OF_CHECKSUMS],
     "megatron_train": [
-        (without_progress, "common.pt", "of an earlier version"),
         *damages_of("common.pt"),
         *damages_of(".metadata"),
         *damages_of("metadata.json"),
