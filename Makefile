@@ -5,11 +5,13 @@
 # PIP_EXTRA  more options for pip install. The pinned torch exists on PyPI as a CUDA build of several GB;
 #            on a Linux machine without a GPU take the CPU build from PyTorch's own index:
 #            make test PIP_EXTRA='--extra-index-url https://download.pytorch.org/whl/cpu'
+# PROCESSES  processes that make test deals the tests to, 2 by default; 0: the tests run in pytest's own
 # ARGS       what follows the command line: make ppo ARGS='ppo.steps=5', make test ARGS='-m "not slow"'
 
 PYTHON    ?= $(shell command -v python3.11 || command -v python3 || echo python3.11)
 PIP_EXTRA ?=
 ARGS      ?=
+PROCESSES ?= 2
 
 BIN   := .venv/bin
 STAMP := .venv/installed
@@ -43,7 +45,7 @@ sft-text: $(STAMP) ## the same on the text of this repository
 	$(BIN)/python examples/run_sft.py --config examples/sft_text_cpu.yaml $(ARGS)
 
 test: $(STAMP) ## the whole test suite
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(PROCESSES) $(ARGS)
 
 check: $(STAMP) ## format, lint, types, layers
 	$(BIN)/ruff format --check

@@ -7,6 +7,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tests import isolation
 
@@ -19,6 +20,7 @@ os.environ.update(_of_the_tests)
 import pytest  # noqa: E402
 from hypothesis import configuration, settings  # noqa: E402
 
+from tests.dealing import ByFile, in_order  # noqa: E402
 from tests.rank_pool import RankPool  # noqa: E402
 
 configuration.set_hypothesis_home_dir(HOME / "hypothesis")
@@ -28,6 +30,15 @@ settings.load_profile("steady")
 
 # A shell lets what it starts in the background ignore Ctrl-C, and so would the processes that are interrupted here.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = in_order(items)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
 
 
 def pytest_sessionfinish(exitstatus: int) -> None:

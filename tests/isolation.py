@@ -28,6 +28,8 @@ KEPT_PREFIXES = ("PYTEST_", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")
 FIXED = {
     # One thread per process: the tests start several ranks at once, and their sums must not depend on the core count.
     "OMP_NUM_THREADS": "1",
+    # Megatron-Core's fused functions, which the CPU does without, load the compiler in each process: 2 s of its start.
+    "TORCHDYNAMO_DISABLE": "1",
     # The tests compute on the CPU. A GPU of this machine may be somebody else's.
     "CUDA_VISIBLE_DEVICES": "",
     "LC_ALL": "C.UTF-8",
