@@ -67,7 +67,7 @@ _MODULES = {
     "Paragraphs": "sources.paragraphs",
     "Sample": "sources.sample",
     "SampleSource": "sources.sample",
-    "TaskAnswers": "sources.task_answers",
+    "TaskAnswers": "task_answers",
     "TextFiles": "sources.text_files",
     "TokenizedFolder": "sources.tokenized_folder",
     "build_pack": "pack",

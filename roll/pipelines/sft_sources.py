@@ -13,9 +13,9 @@ from roll.config import ConfigError, Problem, SFTConfig
 from roll.data.sources.paragraphs import Paragraphs
 from roll.data.sources.part import hold_out
 from roll.data.sources.sample import SampleSource
-from roll.data.sources.task_answers import TaskAnswers
 from roll.data.sources.text_files import TextFiles
 from roll.data.sources.tokenized_folder import TokenizedFolder
+from roll.data.task_answers import TaskAnswers
 from roll.data.tasks import ReasoningTask
 
 

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from roll.protocol.adapters import from_tensordict, from_verl, to_tensordict, to_verl
+    from roll.protocol.adapters import from_tensordict, from_verl, to_verl
     from roll.protocol.broadcast import broadcast_obj
     from roll.protocol.data_proto import DataProto
     from roll.protocol.delivery import BatchDelivery
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from roll.protocol.plan import MicroBatchPlan
     from roll.protocol.roll_call import MissingRanks, RollCall
     from roll.protocol.row_delivery import BROADCAST, ROW_DELIVERIES, RowDelivery
+    from roll.protocol.tensordict_form import to_tensordict
 
 __all__ = [
     "BROADCAST",
@@ -62,7 +63,7 @@ _MODULES = {
     "from_tensordict": "adapters",
     "from_verl": "adapters",
     "pad_dataproto_to_divisor": "functions",
-    "to_tensordict": "adapters",
+    "to_tensordict": "tensordict_form",
     "to_verl": "adapters",
     "unpad_dataproto": "functions",
 }

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import FrozenInstanceError, fields, replace
-from typing import Any, NoReturn, Self, TypeVar, cast
+from typing import Any, NoReturn, Self, TypeVar
 
 from tensordict import TensorDict
 
@@ -20,6 +20,8 @@ from roll.protocol import joining, storage
 from roll.protocol.batch_fields import BatchFields
 from roll.protocol.batch_rows import BatchRows
 from roll.protocol.field_names import listed
+from roll.protocol.future import DataProtoFuture
+from roll.protocol.tensordict_form import parts_of_tensordict, to_tensordict
 from roll.protocol.tensors import tensor_dict
 
 DataProtoT = TypeVar("DataProtoT", bound="DataProto")
@@ -89,8 +91,6 @@ class DataProto(BatchRows, BatchFields):
 
         Takes what `DataProtoFuture` takes, and raises what its `get` and `concat` raise.
         """
-        from roll.protocol.future import DataProtoFuture
-
         several = isinstance(data_refs, list | tuple)
         return DataProtoFuture.concat(data_refs if several else [data_refs]).get(timeout, global_keys=global_keys)
 
@@ -119,17 +119,12 @@ class DataProto(BatchRows, BatchFields):
 
     def to_tensordict(self) -> TensorDict:
         """This batch as `roll.protocol.to_tensordict` makes it."""
-        from roll.protocol.adapters import to_tensordict
-
         return to_tensordict(self)
 
     @classmethod
     def from_tensordict(cls, tensor_dict: TensorDict, meta_info: Mapping[str, Any] | None = None) -> Self:
-        """The batch that `roll.protocol.from_tensordict` makes of it, of this class."""
-        from roll.protocol.adapters import from_tensordict
-
-        made = from_tensordict(tensor_dict, meta_info)
-        return cls(made.batch, made.non_tensor_batch, made.meta_info)
+        """The batch whose parts `parts_of_tensordict` finds, of this class; raises what it raises."""
+        return cls(*parts_of_tensordict(tensor_dict, meta_info))
 
     def save_to_disk(self, filepath: str | os.PathLike[str]) -> None:
         """Write everything into one file, which appears whole or not at all; its folder must exist."""
@@ -143,7 +138,7 @@ class DataProto(BatchRows, BatchFields):
 
         Raises ValueError if the file is none that `save_to_disk` wrote, or not as it wrote it.
         """
-        return cast("DataProto", storage.load(filepath))
+        return storage.load(filepath, DataProto)
 
     save, load = save_to_disk, load_from_disk
 

@@ -14,14 +14,17 @@ import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from roll.errors import UserError
 from roll.protocol import joining, row_order
-from roll.protocol.data_proto import DataProto
+from roll.protocol.batch_data import BatchData
 from roll.protocol.field_names import listed
 from roll.protocol.metrics import without_metrics
 from roll.protocol.remote_rows import RemoteRows
+
+if TYPE_CHECKING:
+    from roll.protocol.data_proto import DataProto
 
 
 @dataclass(frozen=True)
@@ -178,19 +181,20 @@ class DataProtoFuture(RemoteRows):
                 yield part.source
 
     def _joined(self, arrived: Mapping[Any, Any], global_keys: list[str]) -> DataProto:
-        pieces = []
+        pieces: list[DataProto] = []
         for number, part in enumerate(self.parts):
             nested = isinstance(part.source, DataProtoFuture)
-            piece = part.source._joined(arrived, global_keys) if nested else arrived[part.source]
-            if not isinstance(piece, DataProto):
-                raise UserError(f"part {number} is a {type(piece).__name__}, not a DataProto")
+            found = part.source._joined(arrived, global_keys) if nested else arrived[part.source]
+            if not isinstance(found, BatchData):
+                raise UserError(f"part {number} is a {type(found).__name__}, not a DataProto")
+            piece = cast("DataProto", found)
             if part.size is not None and len(piece) != part.size:
                 raise UserError(f"part {number} has {len(piece)} rows, not {part.size} as was said")
             if self.fields is not None:
                 piece = piece.select_fields(self.fields)
             rows = piece if part.end is None else piece[part.begin : part.end]
             pieces.append(rows if part.metrics else _without_metrics(rows))
-        whole = DataProto.concat(pieces, global_keys=global_keys)
+        whole = pieces[0].concat(pieces, global_keys=global_keys)
         return whole if self.share is None else whole.chunk(self.share[1])[self.share[0]]
 
 

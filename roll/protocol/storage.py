@@ -12,7 +12,7 @@ import pickle
 import zlib
 from pathlib import Path
 from struct import Struct
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO, TypeVar
 from uuid import uuid4
 
 import torch
@@ -21,9 +21,7 @@ from torch import Tensor
 from roll.config import expand_path
 from roll.errors import UserError
 
-if TYPE_CHECKING:
-    from roll.protocol.batch_data import BatchData
-
+T = TypeVar("T")
 PackedTensor = tuple[bytes | pickle.PickleBuffer, torch.dtype, tuple[int, ...]]
 
 _HEADER = b"roll.DataProto 2\n"
@@ -65,7 +63,7 @@ class _Summed:
         return self._file.write(view)
 
 
-def save(data: BatchData, path: str | os.PathLike[str]) -> None:
+def save(data: object, path: str | os.PathLike[str]) -> None:
     """Write a batch into one file, which appears whole or not at all, also when the machine goes down."""
     path = expand_path(path)
     unfinished = path.with_name(f"{path.name}.{uuid4().hex}.unfinished")
@@ -83,14 +81,12 @@ def save(data: BatchData, path: str | os.PathLike[str]) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def load(path: str | os.PathLike[str]) -> BatchData:
-    """What `save` wrote. Nothing is unpickled before its checksum is found right.
+def load(path: str | os.PathLike[str], kind: type[T]) -> T:
+    """Read what `save` wrote, a `kind`. Nothing is unpickled before its checksum is found right.
 
     Raises ValueError if the file is not one that `save` wrote, or not as it wrote it. What objects of the batch raise
     where they cannot be made, such as ImportError for their class, is raised as it is.
     """
-    from roll.protocol.batch_data import BatchData
-
     with expand_path(path).open("rb") as file:
         header = file.read(len(_HEADER))
         if header != _HEADER:
@@ -103,7 +99,7 @@ def load(path: str | os.PathLike[str]) -> BatchData:
             raise UserError(f"{path} is cut off or damaged")
         file.seek(len(_HEADER))
         data = pickle.load(file)
-    if not isinstance(data, BatchData):
+    if not isinstance(data, kind):
         raise UserError(f"{path} holds a {type(data).__name__}, not a batch")
     return data
 

@@ -16,7 +16,7 @@ from roll.data.prompts import encode_answers, encode_prompts, prompt_ids
 from roll.data.sources.chat_template import template_variables
 from roll.data.sources.conversation import encode_conversations, encode_messages
 from roll.data.sources.learned_text import EncodedText
-from roll.data.sources.task_answers import TaskAnswers
+from roll.data.task_answers import TaskAnswers
 from tests.data.model_templates import CALL, CONVERSATION_WITH_CALL, GEMMA, MODELS, QWEN, TOOL, ModelTemplate
 from tests.data.test_conversation import USER, learned
 from tests.data.test_prompts import item

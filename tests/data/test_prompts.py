@@ -16,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from roll.data.prompts import PromptSampler, encode_answers, encode_prompts, prompt_ids
-from roll.data.sources.task_answers import TaskAnswers
+from roll.data.task_answers import TaskAnswers
 from roll.data.tasks import ReasoningTask, TaskItem
 from roll.data.tokenizer import build_char_tokenizer
 from tests.data.tokenizer_kinds import KINDS
