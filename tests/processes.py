@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-PATIENCE_S = 300.0
+PATIENCE_S = 1200.0
 """How long anything is waited for: far longer than it takes on a busy machine, so that only a hang exceeds it."""
 
 
