@@ -35,7 +35,13 @@ def broadcast_obj(obj: Any, group: dist.ProcessGroup | None) -> Any:
     return obj if dist.get_rank(group) == 0 else pickle.loads(objects[1])
 
 
+PIECE_BYTES = 1 << 21
+"""Size of a piece of a broadcast of bytes: a rank passes on one piece while it receives the next."""
+
+
 def broadcast_bytes(flat: Tensor, group: dist.ProcessGroup | None) -> None:
     """Fill `flat`, uint8 of one size on all ranks, with what the group's first rank has in it."""
-    if flat.numel():
-        dist.broadcast(flat, src=dist.get_process_group_ranks(group)[0], group=group)
+    source = dist.get_process_group_ranks(group)[0]
+    pieces = flat.split(PIECE_BYTES) if flat.numel() else ()
+    for sent in [dist.broadcast(piece, src=source, group=group, async_op=True) for piece in pieces]:
+        sent.wait()

@@ -2,7 +2,7 @@
 
     every rank   reports that it has come, and the batch that it brings            (roll call, through the store)
     leader       checks its batch and hears of the other leaders; then decides: a header of the bytes that follow, with
-                 the entries of meta_info that some rank lacks, or a refusal
+                 the entries of meta_info that some rank lacks, or a refusal; few bytes come along with the decision
     every rank   raises the refusal, or sends and receives the bytes, level by level:
 
                  leader ──▶ ranks of its level-0 group ──▶ each the ranks of its level-1 group
@@ -34,6 +34,9 @@ from roll.protocol.roll_call import MissingRanks, RollCall
 from roll.protocol.row_delivery import BROADCAST, RowDelivery
 from roll.protocol.tensors import tensor_dict
 from roll.protocol.wire import Specs, flatten, specs_of, total_bytes, unflatten
+
+FEW_BYTES = 1 << 16
+"""Rows of at most this size come along with the decision: a broadcast would take longer to begin than to send them."""
 
 Check = Callable[[DataProto], None]
 T = TypeVar("T")
@@ -110,8 +113,11 @@ class BatchDelivery:
         flat, objects, report = None, {}, RankReport()
         if self._sends:
             num_bytes = total_bytes(decision.specs) + decision.object_bytes
-            flat = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            self._pass_on(flat)
+            if decision.rows is None:
+                flat = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+                self._pass_on(flat)
+            else:
+                flat = _tensor_of(decision.rows).to(self._device)
         what = "meta_info, the plan or the normalizers"
         try:  # Only now: a rank that failed earlier would leave the others alone with the bytes.
             batch = with_shared_entries(batch, pickle.loads(decision.lacking) if decision.lacking else {})
@@ -145,6 +151,7 @@ class BatchDelivery:
         objects = _pickled(batch) if non_tensor and self._sends else b""
         specs = specs_of(batch.tensors)
         flat = self._flat(batch, specs, objects) if self._sends else None
+        few = flat.cpu().numpy().tobytes() if flat is not None and flat.numel() <= FEW_BYTES else None
         tensors = {name: tensor.detach() for name, tensor in batch.tensors.items()}
         result = _with_rows(batch, tensors, batch.non_tensor_batch, len(batch)).to(self._device)
         lacking = pickled_lacking(batch, reports[1:])
@@ -153,10 +160,11 @@ class BatchDelivery:
             num_rows=len(batch),
             non_tensor=non_tensor,
             object_bytes=len(objects),
+            rows=few,
             lacking=lacking,
             closing=bool(objects or lacking),
         )
-        return decision, (result, flat)
+        return decision, (result, flat if few is None else None)
 
     def _conclude(self, reports: list[RankReport]) -> tuple[Decision, None]:
         self._check_errors(reports)
@@ -232,7 +240,7 @@ class BatchDelivery:
     @staticmethod
     def _agree(decision: Decision, leaders: RollCall) -> Decision:
         """This leader's decision, or the refusal of another leader."""
-        leaders.arrive(pickle.dumps(replace(decision, specs=(), lacking=b"")))
+        leaders.arrive(pickle.dumps(replace(decision, specs=(), lacking=b"", rows=None)))
         if leaders.decides:
             try:
                 decisions = [pickle.loads(said) for said in leaders.words()]
@@ -263,8 +271,12 @@ class BatchDelivery:
         flat = self._staging[:num_bytes]
         flatten(batch.tensors, specs, flat[:values])
         if objects:
-            flat[values:] = torch.frombuffer(bytearray(objects), dtype=torch.uint8).to(self._device)
+            flat[values:] = _tensor_of(objects).to(self._device)
         return flat
+
+
+def _tensor_of(values: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(values), dtype=torch.uint8) if values else torch.empty(0, dtype=torch.uint8)
 
 
 def _refusal(missing: MissingRanks) -> bytes:

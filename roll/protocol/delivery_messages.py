@@ -60,6 +60,8 @@ class Decision:
     """B, for batches without tensors too."""
     non_tensor: bool = False
     """Whether `non_tensor_batch` follows the tensors."""
+    rows: bytes | None = None
+    """The bytes themselves, where they are few enough to come along with the decision; None: they follow."""
     object_bytes: int = 0
     """Size of the pickled `non_tensor_batch`."""
     lacking: bytes = b""

@@ -75,7 +75,9 @@ class RollCall:
         self._prefix = f"roll_call/{self.name}/{made}"
         self._call = 0
         self._answered: list[str] = []
-        """On the first rank: keys of calls whose answers a late rank may still want."""
+        """On the first rank: keys of answers that a late rank may still want."""
+        self._heard: list[str] = []
+        """On the first rank: keys of answers that every rank has heard."""
 
     @property
     def decides(self) -> bool:
@@ -94,15 +96,12 @@ class RollCall:
 
         Raises MissingRanks if some say nothing in time; the others still wait for `decide`.
         """
-        calls = self._answered
-        self._answered = [*calls, self._key("answer"), self._key("verdict")]
         try:
             words: list[bytes] = self._store.multi_get([self._word(rank) for rank in self.ranks])
         except RuntimeError as error:
             raise self._missing(error) from None
-        for key in calls:  # All have come to this call, so they have heard the answers to those before.
-            self._store.delete_key(key)
-        self._answered = self._answered[len(calls) :]
+        # All have come to this call, so they have heard the answers to those before.
+        self._heard, self._answered = self._heard + self._answered, []
         return words
 
     def claim(self) -> bytes | None:
@@ -116,7 +115,12 @@ class RollCall:
     def decide(self, verdict: bytes) -> bytes:
         """What holds for all ranks: `verdict`, unless a rank has decided before."""
         answer = self._put("answer", verdict)
-        return self._put("verdict", verdict) if answer == _CLAIMED else answer
+        answer = self._put("verdict", verdict) if answer == _CLAIMED else answer
+        for key in self._heard:  # Only now: the others have waited for the verdict, and nobody waits for this.
+            self._store.delete_key(key)
+        self._heard = []
+        self._answered += [self._key("answer"), self._key("verdict")]
+        return answer
 
     def verdict(self, refuse: Callable[[MissingRanks], bytes]) -> bytes:
         """What was decided; `refuse` says what this rank decides, if others do not come in time.

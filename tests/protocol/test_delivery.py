@@ -10,7 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from roll.protocol import BatchDelivery, DataProto, LossNormalizers, MicroBatchPlan, RollCall, broadcast_obj
+from roll.protocol import (
+    BatchDelivery,
+    DataProto,
+    LossNormalizers,
+    MicroBatchPlan,
+    RollCall,
+    broadcast,
+    broadcast_obj,
+    delivery,
+)
 from tests.rank_pool import RankPool
 
 PLAN = MicroBatchPlan(rows=((1, 0), (2, 3)), shares=(((0,), (1,)), ((1,), (0,))))
@@ -38,8 +47,18 @@ def report(data: DataProto) -> dict[str, Any]:
     }
 
 
-def receive(leader: int, non_tensor: bool) -> list[dict[str, Any]]:
-    """A batch, a larger one, one without rows and one without bytes: each from the same memory of the leader."""
+def receive(leader: int, non_tensor: bool, few_bytes: int) -> list[dict[str, Any]]:
+    """A batch, a larger one, one without rows and one without bytes: each from the same memory of the leader.
+
+    Those of more than `few_bytes` go in pieces of 16 bytes.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(delivery, "FEW_BYTES", few_bytes)
+        patch.setattr(broadcast, "PIECE_BYTES", 16)
+        return _receive(leader, non_tensor)
+
+
+def _receive(leader: int, non_tensor: bool) -> list[dict[str, Any]]:
     ranks = (leader, 1 - leader) if dist.get_world_size() == 2 else (0,)
     way = delivery_of(ranks, dist.new_group(list(ranks), sort_ranks=False))
     whole = whole_batch()
@@ -54,8 +73,11 @@ def receive(leader: int, non_tensor: bool) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("world_size", "leader"), [(1, 0), (2, 0), (2, 1)])
 @pytest.mark.parametrize("non_tensor", [False, True])
-def test_rows_are_replaced_and_the_rest_stays(ranks: RankPool, world_size: int, leader: int, non_tensor: bool) -> None:
-    results = ranks.run(receive, leader, non_tensor, world_size=world_size)
+@pytest.mark.parametrize("few_bytes", [delivery.FEW_BYTES, 60, -1])  # all with the decision, some, none
+def test_rows_are_replaced_and_the_rest_stays(
+    ranks: RankPool, world_size: int, leader: int, non_tensor: bool, few_bytes: int
+) -> None:
+    results = ranks.run(receive, leader, non_tensor, few_bytes, world_size=world_size)
     whole = whole_batch()
     expected = [report(batch) for batch in (whole[:2], whole, whole[:0], whole.select([], []), whole)]
     assert results.pop(leader) == expected
