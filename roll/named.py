@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import traceback
+from collections.abc import Iterable
 from typing import Any
 
 from roll.errors import UserError
@@ -32,3 +33,17 @@ def load_named(name: str, setting: str, kind: str) -> Any:
         hint = f"; near names: {', '.join(near)}" if near else ""
         raise UserError(f"{setting} {name!r}: module {module_name!r} has no {kind} {object_name!r}{hint}")
     return getattr(module, object_name)
+
+
+def unknown_name(name: str, known: Iterable[str], kind: str) -> UserError:
+    """The error for a `name` that is none of the `known`; `kind` says with its article what has these names."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    return UserError(f"must be {listed(known, 'or')}{hint}, or module:Name of {kind} of your own")
+
+
+def listed(names: Iterable[str], word: str) -> str:
+    """`'a', 'b' and 'c'` with `word` before the last."""
+    *first, last = (repr(name) for name in names)
+    return f"{', '.join(first)} {word} {last}" if first else last

@@ -1,36 +1,39 @@
-"""Proximal policy optimisation (Schulman et al. 2017) with a critic and a KL penalty to a frozen reference.
+"""The loop of reinforcement learning, which runs every algorithm.
 
-`PPOPipeline.step` is the algorithm; everything it calls is a batch sent to a role, or a pure function.
+`RLPipeline.step` is the loop's body. The algorithm says which roles there are, which of their answers it reads, what
+responses are worth, and which losses train whom; everything else is a batch sent to a role, or a pure function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-import numpy as np
 import ray
+import torch
 from rich.console import Console
 
-from roll.algorithms import make_kl_controller
-from roll.config import PPOConfig, dump_config
+from roll.algorithms import Credit
+from roll.algorithms.registry import find_algorithm, make_algorithm
+from roll.config import dump_config
 from roll.data.micro_batches import with_plan
 from roll.data.prompts import PromptSampler
-from roll.pipelines.experience import StepMetrics, add_advantages
+from roll.pipelines.data_flow import MADE_BY, TOKENS, fields_of
 from roll.pipelines.prompt_data import PromptData
+from roll.pipelines.rl_config import RLConfig
+from roll.pipelines.rl_metrics import StepMetrics, rate_zero_notes, response_metrics, update_metrics
 from roll.pipelines.roles import Roles, place_roles, ranks_of_roles, start_roles, worker_logs
 from roll.pipelines.run_folder import FINAL_MODEL
 from roll.pipelines.tracker import EVALUATION, RunTracker, Sample
 from roll.pipelines.warm_start import find_model, make_model
 from roll.protocol import DataProto
-from roll.strategies.progress import end_of_schedule, rate_zero_message
-from roll.workers import Role, start_ray
+from roll.workers import start_ray
+from roll.workers.model_roles import Actor, Critic, Reference
 from roll.workers.output import FollowedOutput
 
 
-def run_ppo(config: PPOConfig, data: PromptData, console: Console | None = None) -> Path:
-    """Run PPO as configured, on a Ray that is there or is started here; the folder of the run.
+def run_rl(config: RLConfig, data: PromptData, console: Console | None = None) -> Path:
+    """Run the algorithm as configured, on a Ray that is there or is started here; the folder of the run.
 
     Whatever ends it (success, an error, Ctrl-C), no actor is left, and every file is whole.
 
@@ -55,8 +58,8 @@ def run_ppo(config: PPOConfig, data: PromptData, console: Console | None = None)
             RunTracker(
                 config.run_dir,
                 config_yaml=dump_config(config),
-                total_steps=config.ppo.steps,
-                title=f"PPO on {config.task.name}",
+                total_steps=config.steps,
+                title=f"{find_algorithm(config.algorithm.name).__name__} on {config.task.name}",
                 console=console,
             )
         )
@@ -68,53 +71,55 @@ def run_ppo(config: PPOConfig, data: PromptData, console: Console | None = None)
         placement = cleanup.enter_context(place_roles(config))
         with tracker.phase("start"):
             roles = start_roles(config, model.absolute(), data, placement)
-        PPOPipeline(config, data, roles, tracker).run()
+        RLPipeline(config, data, roles, tracker).run()
     return config.run_dir
 
 
-class PPOPipeline:
+class RLPipeline:
     """The training loop over roles that are running."""
 
-    def __init__(self, config: PPOConfig, data: PromptData, roles: Roles, tracker: RunTracker) -> None:
+    def __init__(self, config: RLConfig, data: PromptData, roles: Roles, tracker: RunTracker) -> None:
         self.config, self.data, self.roles, self.tracker = config, data, roles, tracker
-        self.prompts = PromptSampler(len(data.train), config.ppo.prompts_per_step, config.seed)
-        kl = config.ppo.kl
-        self.kl_controller = make_kl_controller(kl.kind, kl.coef, kl.target, kl.horizon)
+        self.prompts = PromptSampler(len(data.train), config.prompts_per_step, config.seed)
+        self.algorithm = make_algorithm(config.algorithm)
+        self.losses = self.algorithm.losses()
+        self.read = self.algorithm.reads | {name for terms in self.losses.values() for name in fields_of(terms)}
 
     def run(self) -> None:
         """All steps, with an evaluation before the first, every `eval_every` steps, and after the last."""
-        ppo = self.config.ppo
-        for note in rate_zero_notes(self.config):
+        config = self.config
+        for note in rate_zero_notes(config, self.algorithm):
             self.tracker.note(note)
         self.sync_weights()
         self.tracker.log(0, self.evaluate())
-        for step in range(1, ppo.steps + 1):
+        for step in range(1, config.steps + 1):
             metrics, tokens = self.step(step)
-            if step % ppo.eval_every == 0 or step == ppo.steps:
+            if step % config.eval_every == 0 or step == config.steps:
                 metrics |= self.evaluate()
             self.tracker.log(step, metrics, tokens=tokens)
         with self.tracker.phase("save"):
-            self.roles.actor.save_hf((self.config.run_dir / FINAL_MODEL).absolute())
+            self.roles.actor.save_hf((config.run_dir / FINAL_MODEL).absolute())
 
     def step(self, step: int) -> tuple[StepMetrics, int]:
-        """One step of PPO; its metrics, and the number of tokens in its batch."""
+        """One step; its metrics, and the number of tokens in its batch."""
         batch = self.sample(step)
         batch = self.score(batch)
         batch = self.look_up(batch)
-        batch, metrics = add_advantages(batch, self.config.ppo, self.kl_controller.value)
-        if "kl" in metrics:
-            self.kl_controller.update(metrics["kl"], len(batch))
+        credit = self.algorithm.credit(batch)
+        self.algorithm.observe(credit.metrics, len(batch))
         # Where both name a metric (entropy), it is the sampling policy's: the losses' is a mean over later ones.
-        metrics = self.learn(step, batch) | metrics
+        metrics = self.learn(step, batch, credit) | response_metrics(batch) | dict(credit.metrics)
         self.sync_weights()
         self.record_samples(step, batch)
         return metrics, int(batch["attention_mask"].sum())
 
     def sample(self, step: int) -> DataProto:
-        """Responses of the current policy to the next prompts."""
-        prompts = self.data.train.select_idxs(next(self.prompts)).repeat(self.config.ppo.responses_per_prompt)
+        """Responses of the current policy to the next prompts, and which of them have one prompt: `group`."""
+        times = self.config.responses_per_prompt
+        prompts = self.data.train.select_idxs(next(self.prompts)).repeat(times)
         with self.tracker.phase("rollout"):
-            return self.roles.rollout.generate(prompts, seed=self._seed(step))
+            batch = self.roles.rollout.generate(prompts, seed=self._seed(step))
+        return batch.union(DataProto.from_dict({"group": torch.arange(len(batch)) // times}))
 
     def score(self, batch: DataProto) -> DataProto:
         """Add `scores`."""
@@ -122,37 +127,42 @@ class PPOPipeline:
             return batch.union(self.roles.reward.score(batch))
 
     def look_up(self, batch: DataProto) -> DataProto:
-        """Add what the models say of the sampled tokens: `log_probs`, `entropy`, `values`; and of a reference, if there
-        is one, `ref_log_probs`.
+        """Add what the models say of the sampled tokens, where the algorithm reads it: `log_probs` and `entropy`,
+        `ref_log_probs`, `values`.
         """
-        tokens = batch.select(["input_ids", "attention_mask", "response_mask"], [])
-        roles = self.roles
+        tokens, roles = batch.select(TOKENS, []), self.roles
+        policy = reference = values = None
         with self.tracker.phase("log_probs"):
-            policy = roles.actor.compute_log_probs.submit(self._planned(tokens, roles.actor))
-            reference = None
+            if self.read & MADE_BY["actor"]:
+                policy = roles.actor.compute_log_probs.submit(self._planned(tokens, roles.actor))
             if roles.reference is not None:
                 reference = roles.reference.compute_log_probs.submit(self._planned(tokens, roles.reference))
-            values = roles.critic.compute_values.submit(self._planned(tokens, roles.critic))
-            batch = batch.union(policy.result())
+            if roles.critic is not None:
+                values = roles.critic.compute_values.submit(self._planned(tokens, roles.critic))
+            if policy is not None:
+                batch = batch.union(policy.result())
             if reference is not None:
-                batch = batch.union(DataProto.from_dict({"ref_log_probs": reference.result()["log_probs"]}))
-            return batch.union(values.result())
+                batch = batch.update({"ref_log_probs": reference.result()["log_probs"]})
+            return batch if values is None else batch.union(values.result())
 
-    def learn(self, step: int, batch: DataProto) -> StepMetrics:
+    def learn(self, step: int, batch: DataProto, credit: Credit) -> StepMetrics:
         """The optimizer steps of this step: `epochs` passes over the batch in mini-batches."""
-        ppo, roles = self.config.ppo, self.roles
-        trained = batch.select(
-            ["input_ids", "attention_mask", "response_mask", "log_probs", "values", "advantages", "returns"], []
-        )
-        actor_steps: list[StepMetrics] = []
-        critic_steps: list[StepMetrics] = []
+        batch = batch.update(credit.fields)
+        if credit.kept is not None:
+            batch = batch.update({"response_mask": batch["response_mask"] * credit.kept.unsqueeze(1)})
+        losses = {role: terms for role, terms in self.losses.items() if self.algorithm.trains(role, step)}
+        fields = {name for terms in losses.values() for name in fields_of(terms)}
+        updates: dict[str, list[StepMetrics]] = {role: [] for role in losses}
+        config = self.config
         with self.tracker.phase("train"):
-            for mini_batch in trained.make_iterator(ppo.mini_batch_size, ppo.epochs, seed=self._seed(step)):
+            rows = batch.select(fields, [])
+            for mini_batch in rows.make_iterator(config.mini_batch_size, config.epochs, seed=self._seed(step)):
                 # One role after the other: they share devices, and would only hold up each other's collectives.
-                critic_steps += roles.critic.train_values(self._planned(mini_batch, roles.critic), ppo)[:1]
-                if step > ppo.critic_warmup_steps:
-                    actor_steps += roles.actor.train_policy(self._planned(mini_batch, roles.actor), ppo)[:1]
-        return _means("", actor_steps) | _means("critic/", critic_steps)
+                for name, terms in losses.items():
+                    role = self.roles.trained(name)
+                    sent = self._planned(mini_batch.select(fields_of(terms)), role)
+                    updates[name] += role.train(sent, terms)[:1]
+        return update_metrics(updates)
 
     def sync_weights(self) -> None:
         """Give the rollout role the actor's weights."""
@@ -170,39 +180,21 @@ class PPOPipeline:
 
     def record_samples(self, step: int, batch: DataProto) -> None:
         """Write down the first completions of the step."""
-        ppo = self.config.ppo
-        if step % ppo.sample_every:
+        if step % self.config.sample_every:
             return
         texts = batch.non_tensor_batch
         self.tracker.log_samples(
             step,
             [
                 Sample(texts["prompt"][i], texts["response"][i], float(batch["scores"][i]), texts["entry"][i]["answer"])
-                for i in range(min(ppo.samples_per_step, len(batch)))
+                for i in range(min(self.config.samples_per_step, len(batch)))
             ],
         )
 
-    def _planned(self, batch: DataProto, role: Role) -> DataProto:
+    def _planned(self, batch: DataProto, role: Actor | Critic | Reference) -> DataProto:
         """The batch with a micro-batch plan for this role."""
-        return with_plan(batch, role.cluster.degrees.dp, getattr(self.config, role.cluster.role).micro_batch)
+        settings = self.config.model_role(role.cluster.role)
+        return with_plan(batch, role.cluster.degrees.dp, settings.micro_batch)
 
     def _seed(self, step: int) -> int:
         return self.config.seed * 1_000_003 + step
-
-
-def rate_zero_notes(config: PPOConfig) -> Iterator[str]:
-    """One sentence for each trained role whose schedule decays to 0 before the run ends."""
-    ppo = config.ppo
-    updates_per_step = ppo.epochs * ppo.rows_per_step // ppo.mini_batch_size
-    steps = {"actor": max(0, ppo.steps - ppo.critic_warmup_steps), "critic": ppo.steps}
-    for role in ("actor", "critic"):
-        optimizer = getattr(config, role).optimizer
-        end = end_of_schedule(optimizer)
-        if end is not None and steps[role] * updates_per_step > end:
-            yield f"{role}: {rate_zero_message(optimizer, end)}"
-
-
-def _means(prefix: str, steps: list[StepMetrics]) -> StepMetrics:
-    """Means over optimizer steps, under `prefix`: of each metric over the steps that have it (a skipped one: few)."""
-    names = dict.fromkeys(name for step in steps for name in step)
-    return {prefix + name: float(np.mean([step[name] for step in steps if name in step])) for name in names}
