@@ -93,7 +93,7 @@ S = TypeVar("S", bound=Settings)
 
 def problems_of(cls: type[Settings], data: Any, error: ValidationError) -> list[Problem]:
     """Everything that is wrong with `data` as a `cls`: what pydantic found, and what the checks of the rest find."""
-    found = schema_problems(cls, error)
+    found = schema_problems(cls, error, data)
     return found + find_problems(usable_part(cls, data)) if isinstance(data, Mapping) else found
 
 
@@ -115,7 +115,7 @@ def usable_part(cls: type[S], data: Mapping[str, Any]) -> S:
     """
     values: dict[str, Any] = {}
     for name, field in cls.model_fields.items():
-        section = section_type(field)
+        section = section_type(field, data.get(name))
         if name not in data:
             if not field.is_required():
                 values[name] = field.get_default(call_default_factory=True, validated_data=values)
