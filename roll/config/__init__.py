@@ -4,6 +4,7 @@ Importing this package loads neither torch nor Ray.
 """
 
 from roll.config.algorithm import KLSettings, PPOSettings
+from roll.config.engine import EngineSettings
 from roll.config.load import dump_config, load_config
 from roll.config.micro_batch import MicroBatchSettings
 from roll.config.model import ModelConfig
@@ -30,6 +31,7 @@ from roll.config.task import PromptForm, TaskSettings
 __all__ = [
     "ConfigError",
     "DType",
+    "EngineSettings",
     "Head",
     "KLSettings",
     "MicroBatchSettings",

@@ -132,7 +132,7 @@ class PPOConfig(Settings):
         common: dict[str, Any] = {"model_path": model_path, "family": self.folder_family}
         common |= {"dtype": self.dtype, "seed": self.seed}
         if role == "rollout":
-            return StrategySettings(name=self.rollout.strategy, temperature=self.temperature, **common)
+            return StrategySettings(name="hf", temperature=self.temperature, **common)
         common |= {"temperature": self.temperature, "batch_timeout_s": self.batch_timeout_s}
         if role == "reference":
             return StrategySettings(name=self.reference.strategy, **common, **_model_role(self.reference))

@@ -17,6 +17,8 @@ from roll.algorithms import make_kl_controller
 from roll.config import PPOConfig, dump_config
 from roll.data.micro_batches import with_plan
 from roll.data.prompts import PromptSampler
+from roll.data.tokenizer import padding_id
+from roll.pipelines.episodes import EpisodePlayer, RowLimits
 from roll.pipelines.experience import StepMetrics, add_advantages
 from roll.pipelines.prompt_data import PromptData
 from roll.pipelines.roles import Roles, place_roles, ranks_of_roles, start_roles, worker_logs
@@ -27,6 +29,7 @@ from roll.protocol import DataProto
 from roll.strategies.progress import end_of_schedule, rate_zero_message
 from roll.workers import Role, start_ray
 from roll.workers.output import FollowedOutput
+from roll.workers.weight_sync import sync_weights
 
 
 def run_ppo(config: PPOConfig, data: PromptData, console: Console | None = None) -> Path:
@@ -80,6 +83,9 @@ class PPOPipeline:
         self.prompts = PromptSampler(len(data.train), config.ppo.prompts_per_step, config.seed)
         kl = config.ppo.kl
         self.kl_controller = make_kl_controller(kl.kind, kl.coef, kl.target, kl.horizon)
+        limits = RowLimits(config.task.max_prompt_tokens, config.rollout.max_new_tokens, padding_id(data.tokenizer))
+        self.episodes = EpisodePlayer(roles.rollout, roles.reward, limits)
+        self.weights_version = 0
 
     def run(self) -> None:
         """All steps, with an evaluation before the first, every `eval_every` steps, and after the last."""
@@ -98,28 +104,24 @@ class PPOPipeline:
 
     def step(self, step: int) -> tuple[StepMetrics, int]:
         """One step of PPO; its metrics, and the number of tokens in its batch."""
-        batch = self.sample(step)
-        batch = self.score(batch)
+        batch, episode_metrics = self.sample(step)
         batch = self.look_up(batch)
         batch, metrics = add_advantages(batch, self.config.ppo, self.kl_controller.value)
         if "kl" in metrics:
             self.kl_controller.update(metrics["kl"], len(batch))
         # Where both name a metric (entropy), it is the sampling policy's: the losses' is a mean over later ones.
-        metrics = self.learn(step, batch) | metrics
+        metrics = self.learn(step, batch) | metrics | episode_metrics
         self.sync_weights()
         self.record_samples(step, batch)
         return metrics, int(batch["attention_mask"].sum())
 
-    def sample(self, step: int) -> DataProto:
-        """Responses of the current policy to the next prompts."""
+    def sample(self, step: int) -> tuple[DataProto, StepMetrics]:
+        """Scored episodes of the current policy on the next prompts, and their metrics."""
         prompts = self.data.train.select_idxs(next(self.prompts)).repeat(self.config.ppo.responses_per_prompt)
-        with self.tracker.phase("rollout"):
-            return self.roles.rollout.generate(prompts, seed=self._seed(step))
-
-    def score(self, batch: DataProto) -> DataProto:
-        """Add `scores`."""
-        with self.tracker.phase("reward"):
-            return batch.union(self.roles.reward.score(batch))
+        played = self.episodes.play(prompts, seed=self._seed(step), phase=self.tracker.phase)
+        if self.config.rollout.sleep_while_training:
+            self.roles.rollout.sleep()
+        return played
 
     def look_up(self, batch: DataProto) -> DataProto:
         """Add what the models say of the sampled tokens: `log_probs`, `entropy`, `values`; and of a reference, if there
@@ -156,17 +158,18 @@ class PPOPipeline:
 
     def sync_weights(self) -> None:
         """Give the rollout role the actor's weights."""
+        self.weights_version += 1
+        bucket_bytes = int(self.config.rollout.weight_bucket_mb * 2**20)
         with self.tracker.phase("sync"):
-            bucket_bytes = int(self.config.rollout.weight_bucket_mb * 2**20)
-            stages = self.roles.actor.weights(bucket_bytes)
-            self.roles.rollout.update_weights(stages)
+            sync_weights(self.roles.actor, self.roles.rollout, self.weights_version, bucket_bytes)
 
     def evaluate(self) -> StepMetrics:
-        """Greedy answers to the held-out prompts."""
+        """Greedy episodes on the held-out prompts."""
         with self.tracker.phase(EVALUATION):
-            answers = self.roles.rollout.generate(self.data.held_out, seed=0, greedy=True)
-            scored = self.roles.reward.score(answers)
-        return {"eval/exact_match": float(scored["exact"].mean()), "eval/reward": float(scored["scores"].mean())}
+            scored, metrics = self.episodes.play(self.data.held_out, seed=0, greedy=True)
+        own = {f"eval/{name}": value for name, value in metrics.items()}
+        exact, reward = float(scored["exact"].mean()), float(scored["scores"].mean())
+        return {"eval/exact_match": exact, "eval/reward": reward} | own
 
     def record_samples(self, step: int, batch: DataProto) -> None:
         """Write down the first completions of the step."""

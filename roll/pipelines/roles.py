@@ -8,6 +8,8 @@ from typing import Any, Literal, TypeVar
 
 from roll.config import PPOConfig
 from roll.data.tokenizer import padding_id
+from roll.generation.generator import ServedModel
+from roll.generation.records import Sampling
 from roll.parallel import ParallelDegrees
 from roll.pipelines.prompt_data import PromptData
 from roll.platform import get_platform
@@ -85,18 +87,24 @@ def start_roles(config: PPOConfig, model: Path, data: PromptData, placement: Pla
             Rollout,
             "rollout",
             ParallelDegrees(config.rollout.world_size),
-            settings=config.strategy_settings("rollout", model),
-            rollout=config.rollout,
-            end_token_ids=data.end_token_ids,
-            pad_token_id=padding_id(data.tokenizer),
+            settings=config.rollout.engine,
+            model=ServedModel(
+                folder=model,
+                family=config.folder_family,
+                dtype=config.dtype,
+                max_tokens=config.task.max_prompt_tokens + config.rollout.max_new_tokens,
+                pad_token_id=padding_id(data.tokenizer),
+            ),
+            sampling=Sampling(config.rollout.max_new_tokens, config.temperature, data.end_token_ids),
         ),
         reward=start(
             Reward,
             "reward",
             ParallelDegrees(1),
-            function=config.reward.function,
+            settings=config.reward,
             tokenizer=model,
             end_token_ids=data.end_token_ids,
+            vocab_size=config.architecture.vocab_size,
             trust_remote_code=config.trusts_remote_code,
         ),
     )

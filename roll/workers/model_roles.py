@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray
 from torch import Tensor
 
 from roll.config import PPOSettings, StrategySettings
@@ -17,6 +16,7 @@ from roll.strategies.objectives import policy_objective, value_objective
 from roll.workers.dispatch import Dispatch
 from roll.workers.method import register
 from roll.workers.role import Role
+from roll.workers.weight_sync import WeightSource
 from roll.workers.worker import Worker
 
 # What the methods below read of a batch, and so all that they are sent.
@@ -55,18 +55,10 @@ class Reference(Role, ReferenceWorker):
     """All ranks of the frozen policy."""
 
 
-class TrainWorker(ReferenceWorker):
+class TrainWorker(WeightSource, ReferenceWorker):
     """A model that is trained."""
 
     strategy: MegatronTrainStrategy
-
-    @register(Dispatch.STAGE_LEADERS)
-    def weights(self, bucket_bytes: int) -> list[ray.ObjectRef]:
-        """The weights of this pipeline stage in Hugging Face layout, as references to buckets in the object store."""
-        at = self.strategy.state.at
-        keeps = at.tp == at.cp == at.dp == 0
-        # Every rank makes all buckets, since making one is collective.
-        return [ray.put(bucket) for bucket in self.strategy.model_update(bucket_bytes) if keeps]
 
     @register(Dispatch.ONE_TO_ALL)
     def save_hf(self, folder: str | Path) -> None:

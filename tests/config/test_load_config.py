@@ -138,7 +138,7 @@ def test_all_problems_at_once(complaints: Complaints) -> None:
         "ppo.mini_batch_size=10",
         "ppo.kl.target=null",
         "actor.parallel.pp=4",
-        "rollout.strategy=vllm",
+        "rollout.engine={name: vllm}",
         "rollout.max_new_tokens=30",
         "critic.optimizer={lr: 1.0, schedule: linear}",
         "output_dir=${nowhere}",
@@ -148,7 +148,7 @@ def test_all_problems_at_once(complaints: Complaints) -> None:
         "output_dir: Interpolation key 'nowhere' not found",
         "ppo.steps: must be greater than 0, got 0",
         "actor.parallel.tpp: unknown setting; did you mean actor.parallel.tp?",
-        "rollout.strategy: must be 'hf', got 'vllm'",
+        "rollout.engine.name: must be 'transformers', or module:Name of your own, got 'vllm'",
         "model_path: exactly one of model_path and warm_start must be set, the other null; "
         "got model_path 'there' and a warm_start",
         "actor.parallel.pp: 4 does not divide the model's num_hidden_layers 6; 3 would fit",

@@ -107,7 +107,9 @@ REFUSALS = {
     "actor.strategy=megatron_infer": ["actor.strategy: must be 'megatron_train', got 'megatron_infer'"],
     "critic.strategy=deepspeed": ["critic.strategy: must be 'megatron_train', got 'deepspeed'"],
     "reference.strategy=megatron_train": ["reference.strategy: must be 'megatron_infer', got 'megatron_train'"],
-    "rollout.strategy=vllm": ["rollout.strategy: must be 'hf', got 'vllm'"],
+    "rollout.engine={name: vllm}": [
+        "rollout.engine.name: must be 'transformers', or module:Name of your own, got 'vllm'"
+    ],
     "actor.optimizer=null": ["actor.optimizer: must be a section of settings, got null"],
     "critic={world_size: 1, optimizer: {lr: 0.0}}": ["critic.optimizer.lr: must be greater than 0, got 0.0"],
     "critic.optimizer.schedule=cosine": ["critic.optimizer.total_steps: schedule 'cosine' needs it, got null"],
