@@ -6,6 +6,7 @@ import difflib
 import importlib
 import pkgutil
 import traceback
+from collections.abc import Iterable
 from typing import Any
 
 from roll.errors import UserError
@@ -35,19 +36,31 @@ def load_named(name: str, setting: str, kind: str) -> Any:
     return getattr(module, object_name)
 
 
-def load_listed(name: str, package: str, constant: str, shared: frozenset[str]) -> Any:
+def load_listed(name: str, package: str, constant: str, shared: frozenset[str], kind: str) -> Any:
     """The object called `constant` in the file `name` of a package that has one file for each of a kind.
 
     Args:
         shared: files of the package that have no such object.
+        kind: what has these names, with its article.
 
     Raises UserError, which lists the files, if there is no such file.
     """
     files = sorted(module.name for module in pkgutil.iter_modules(importlib.import_module(package).__path__))
     known = [file for file in files if file not in shared]
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        listed = ", ".join(map(repr, known))
-        raise UserError(f"must be {listed}{hint}, or module:Name of your own")
+        raise unknown_name(name, known, kind)
     return getattr(importlib.import_module(f"{package}.{name}"), constant)
+
+
+def unknown_name(name: str, known: Iterable[str], kind: str) -> UserError:
+    """The error for a `name` that is none of the `known`; `kind` says with its article what has these names."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    return UserError(f"must be {listed(known, 'or')}{hint}, or module:Name of {kind} of your own")
+
+
+def listed(names: Iterable[str], word: str) -> str:
+    """`'a', 'b' and 'c'` with `word` before the last."""
+    *first, last = (repr(name) for name in names)
+    return f"{', '.join(first)} {word} {last}" if first else last

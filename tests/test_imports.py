@@ -25,6 +25,12 @@ def loaded_by(statement: str, candidates: list[str]) -> list[str]:
         ("import roll", ["torch", "ray", "megatron", "transformers", "pydantic"]),
         ("import roll.families", ["torch", "ray", "megatron", "transformers", "pydantic"]),
         ("import roll.config", ["torch", "ray", "megatron", "transformers"]),
+        (
+            "from roll.pipelines.rl_config import RLConfig\nfrom roll.algorithms.registry import *\n"
+            "from roll.config.engine import default_engine\ndefault_engine()\n"
+            "[settings_of(name) for name in ALGORITHMS]",
+            ["torch", "ray", "megatron", "transformers"],
+        ),
         ("import roll.protocol", ["ray", "megatron", "transformers"]),
         ("from roll.protocol import DataProtoFuture, from_verl", ["ray", "megatron", "transformers", "verl"]),
         ("import roll.data", ["torch", "ray", "megatron", "transformers", "pyarrow"]),

@@ -1,4 +1,4 @@
-"""From a per-token loss to the scalar that one micro-batch contributes.
+"""From per-token losses to the scalar that one micro-batch contributes: the only place where a loss is divided.
 
 The denominator is counted once over the whole step (all data-parallel ranks, all micro-batches) and handed in as
 `LossNormalizers`, so contributions and their gradients are plain sums: no mean of means, no factor for the number of
@@ -9,19 +9,44 @@ Shapes: B rows, S padded length.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, get_args
 
 from torch import Tensor
 
+from roll.algorithms.loss_term import LossAggregation, LossTerm, Normalizer
 from roll.algorithms.masking import masked_mean, masked_sum
 from roll.errors import UserError
 from roll.protocol.normalizers import LossNormalizers
 
-LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+if TYPE_CHECKING:
+    from roll.protocol import DataProto
+    from roll.strategies.output import Loss, ModelOutput
+
+
+def total_loss(terms: Sequence[LossTerm], data: DataProto, output: ModelOutput) -> Loss:
+    """The weighted sum of terms, each divided by its own normaliser; a `LossFunc` once `terms` are bound.
+
+    Metrics of the terms are parts of means over the tokens of the step, whatever divides the loss.
+
+    Raises ValueError as `aggregate_loss` does, and if two terms give one name to their metrics.
+    """
+    assert data.normalizers is not None
+    mask = data["response_mask"][:, 1:]
+    losses: list[Tensor] = []
+    metrics: dict[str, Tensor] = {}
+    for term in terms:
+        per_token, diagnostics = term.function(data, output)
+        losses.append(term.weight * aggregate_loss(per_token, mask, data.normalizers, term.per))
+        if twice := metrics.keys() & diagnostics.keys():
+            raise UserError(f"two terms of a loss have a metric named {', '.join(sorted(twice))}")
+        metrics |= {name: aggregate_loss(value.detach(), mask, data.normalizers) for name, value in diagnostics.items()}
+    return sum(losses[1:], start=losses[0]), metrics
 
 
 def aggregate_loss(
-    per_token_loss: Tensor, mask: Tensor, normalizers: LossNormalizers, mode: LossAggregation = "token-mean"
+    per_token_loss: Tensor, mask: Tensor, normalizers: LossNormalizers, mode: Normalizer = "token-mean"
 ) -> Tensor:
     """The part of the step's loss that these rows contribute: summed over micro-batches and ranks it is the loss.
 
@@ -29,6 +54,7 @@ def aggregate_loss(
     - `seq-mean-token-sum`: sum over tokens / sequences of the step.
     - `seq-mean-token-mean`: sum over rows of the row's token mean / sequences of the step. A row is never divided
       between micro-batches, so its own mean is known here.
+    - a number: sum over tokens / that number.
 
     Sequences are the rows with at least one loss token. The same function sums up metrics, e.g. the step's mean ratio.
 
@@ -47,14 +73,20 @@ def aggregate_loss(
         A scalar of the loss's dtype.
 
     Raises:
-        ValueError: unknown mode, unequal shapes, or loss tokens here although the step counts none.
+        ValueError: unknown mode, a number that is not above 0, unequal shapes, or loss tokens here although the step
+            counts none.
     """
-    if mode not in get_args(LossAggregation):
+    if isinstance(mode, int | float):
+        if not 0 < mode < math.inf:
+            raise UserError(f"a loss is divided by a finite number above 0, got {mode}")
+    elif mode not in get_args(LossAggregation):
         raise UserError(f"loss_agg must be one of {', '.join(get_args(LossAggregation))}, got {mode!r}")
     if normalizers.tokens == 0 or normalizers.sequences == 0:
         if present := int((mask != 0).sum()):
             raise UserError(f"the micro-batch has {present} loss tokens, but its step is counted as {normalizers}")
         return masked_sum(per_token_loss, mask)
+    if isinstance(mode, int | float):
+        return masked_sum(per_token_loss, mask) / mode
     if mode == "token-mean":
         return masked_sum(per_token_loss, mask) / normalizers.tokens
     if mode == "seq-mean-token-sum":

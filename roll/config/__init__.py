@@ -3,9 +3,10 @@
 Importing this package loads neither torch nor Ray.
 """
 
-from roll.config.algorithm import KLSettings, PPOSettings
+from roll.config.chosen import ChosenByName
 from roll.config.engine import EngineSettings
 from roll.config.load import dump_config, load_config
+from roll.config.loop import LoopSettings
 from roll.config.micro_batch import MicroBatchSettings
 from roll.config.model import ModelConfig
 from roll.config.model_parallel import check_parallel
@@ -13,8 +14,8 @@ from roll.config.model_source import ModelSource
 from roll.config.optimizer import OptimizerSettings
 from roll.config.parallel import Mode, ParallelSettings
 from roll.config.paths import expand_path
-from roll.config.ppo import PPOConfig, RaySettings, Role
 from roll.config.problems import ConfigError, Problem
+from roll.config.ray_cluster import Delivery, RaySettings
 from roll.config.roles import (
     ReferenceSettings,
     RewardSettings,
@@ -29,18 +30,18 @@ from roll.config.strategy import DType, Head, StrategyName, StrategySettings
 from roll.config.task import PromptForm, TaskSettings
 
 __all__ = [
+    "ChosenByName",
     "ConfigError",
     "DType",
+    "Delivery",
     "EngineSettings",
     "Head",
-    "KLSettings",
+    "LoopSettings",
     "MicroBatchSettings",
     "Mode",
     "ModelConfig",
     "ModelSource",
     "OptimizerSettings",
-    "PPOConfig",
-    "PPOSettings",
     "ParallelSettings",
     "Problem",
     "PromptForm",
@@ -48,7 +49,6 @@ __all__ = [
     "RaySettings",
     "ReferenceSettings",
     "RewardSettings",
-    "Role",
     "RolloutSettings",
     "RopeScaling",
     "SFTConfig",

@@ -38,9 +38,9 @@ def load_config(cls: type[S], path: Path | str, overrides: Sequence[str] = ()) -
 
     Args:
         cls: the class of the whole config.
-        path: a YAML file; OmegaConf's interpolations (`${ppo.steps}`, `${oc.env:HOME}`) may be used. In paths `~` is
+        path: a YAML file; OmegaConf's interpolations (`${steps}`, `${oc.env:HOME}`) may be used. In paths `~` is
             the home folder, and `$HOME` is not replaced.
-        overrides: `dotted.path=value`, where the value is YAML: `actor.parallel.tp=2`, `ppo.value_clip=null`,
+        overrides: `dotted.path=value`, where the value is YAML: `actor.parallel.tp=2`, `algorithm.value_clip=null`,
             `actor.optimizer.betas=[0.9,0.99]`, `model={path: some/folder, config: null}`.
 
     Raises:

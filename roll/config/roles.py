@@ -1,4 +1,4 @@
-"""The roles of a PPO run: how many ranks each has, how they are divided, how the model is run there."""
+"""The roles of a run: how many ranks each has, how they are divided, how the model is run there."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from roll.errors import UserError
 class ModelRoleSettings(Settings):
     """Settings of every role that runs a model on Megatron-Core."""
 
+    strategy: Literal["megatron_train", "megatron_infer"]
+    """The strategy that runs the model."""
     world_size: PositiveInt = 1
     """Ranks (Ray actors) of this role."""
     parallel: ParallelSettings = ParallelSettings()

@@ -18,7 +18,7 @@ def find_environment(name: str) -> type[Environment]:
     if ":" in name:
         found = load_named(name, "reward.environment", "Environment")
     else:
-        found = load_listed(name, "roll.environments", "ENVIRONMENT", SHARED)
+        found = load_listed(name, "roll.environments", "ENVIRONMENT", SHARED, "an environment")
     if not (isinstance(found, type) and issubclass(found, Environment)):
         raise UserError(f"environment {name!r} is no subclass of roll.environments.environment.Environment")
     return found

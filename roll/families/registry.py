@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import pkgutil
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from pathlib import Path
 from roll.errors import UserError
 from roll.families.family import Family
 from roll.families.tensors import WQKV
-from roll.named import load_named
+from roll.named import load_named, unknown_name
 
 SHARED = frozenset({"family", "registry", "tensors"})
 """Files of this package that are no family."""
@@ -39,9 +38,7 @@ def find_family(name: str) -> Family:
         return family
     if name in FAMILIES:
         return FAMILIES[name]
-    near = difflib.get_close_matches(name, FAMILIES, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise UserError(f"must be {listed(FAMILIES, 'or')}{hint}, or module:Name of a family of your own")
+    raise unknown_name(name, FAMILIES, "a family")
 
 
 def stand_in(family: Family) -> str | None:
@@ -57,9 +54,3 @@ def stand_in(family: Family) -> str | None:
     if ours != theirs or isinstance(other.tensors[WQKV], str):
         raise UserError(f"family {family.model_type!r}: in_transformers {name!r} is not the same network")
     return name
-
-
-def listed(names: Mapping[str, Family], word: str) -> str:
-    """`'a', 'b' and 'c'` with `word` before the last."""
-    *first, last = (repr(name) for name in names)
-    return f"{', '.join(first)} {word} {last}" if first else last

@@ -8,15 +8,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from roll.config import DType, EngineSettings, ModelConfig
 from roll.errors import UserError
 from roll.generation.records import LOG_PROBS, Request, Response, Stop
 from roll.generation.weights import Bucket, Shapes, WeightUpdate, WrongWeights
-from roll.models.family_tensors import family_shapes
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,8 @@ class Generator(ABC):
 
     def shapes(self) -> Shapes:
         """Name and shape of every tensor of an update: those of the model, under the names of its family."""
+        from roll.models.family_tensors import family_shapes
+
         return family_shapes(ModelConfig.from_folder(self.model.folder, self.model.family), "lm")
 
     def free(self) -> None:

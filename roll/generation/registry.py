@@ -18,7 +18,7 @@ def find_engine(name: str) -> type[Generator]:
     if ":" in name:
         engine = load_named(name, "engine", "Generator")
     else:
-        engine = load_listed(name, "roll.generation", "ENGINE", SHARED)
+        engine = load_listed(name, "roll.generation", "ENGINE", SHARED, "an engine")
     if not (isinstance(engine, type) and issubclass(engine, Generator)):
         raise UserError(f"engine {name!r} is no subclass of roll.generation.generator.Generator")
     return engine

@@ -1,21 +1,22 @@
-"""transformers' own `generate` in this process: slow, on every device, for every family."""
+"""transformers' own `generate` in this process: slow, on every device, for every family.
+
+torch and transformers are loaded where an engine starts: settings are read without them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from pydantic import PositiveInt
-from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor
 
 from roll.config import EngineSettings, ModelConfig
 from roll.generation.generator import Generator
 from roll.generation.records import LOG_PROBS, Request, Response, Sampling, Stop
-from roll.models.transformers_model import build_transformers_model, load_tensors
-from roll.platform import get_platform
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class TransformersSettings(EngineSettings):
@@ -38,11 +39,18 @@ class TransformersGenerator(Generator):
     settings: TransformersSettings
 
     def start(self) -> None:
+        import torch
+
+        from roll.models.transformers_model import build_transformers_model
+        from roll.platform import get_platform
+
         self.config = ModelConfig.from_folder(self.model.folder, self.model.family)
         network = build_transformers_model(self.config, getattr(torch, self.model.dtype))
         self.network = network.to(get_platform().device())
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
+        from roll.models.transformers_model import load_tensors
+
         load_tensors(self.network, self.config, tensors.items())
 
     def free(self) -> None:
@@ -55,6 +63,8 @@ class TransformersGenerator(Generator):
             parameter.data = parameter.new_empty(self._sizes[name])
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Response]:
+        from roll.platform import get_platform
+
         if requests:
             get_platform().manual_seed(requests[0].seed)
         size = self.settings.batch_size or max(1, len(requests))
@@ -63,9 +73,11 @@ class TransformersGenerator(Generator):
             for start in range(0, len(group), size):
                 yield from self._generate_batch(group[start : start + size])
 
-    @torch.no_grad()
     def _generate_batch(self, requests: list[Request]) -> list[Response]:
         """Responses to requests that differ in nothing but tokens and length."""
+        import torch
+        from transformers import GenerationConfig
+
         temperature, end_token_ids = _way(requests[0].sampling)
         longest = max(request.sampling.max_new_tokens for request in requests)
         # As wide as rows can be, so that the rounding of a row does not depend on the lengths of its neighbours.
@@ -115,8 +127,8 @@ def _way(sampling: Sampling) -> tuple[float | None, tuple[int, ...]]:
     return sampling.temperature, sampling.end_token_ids
 
 
-class _SampledLogProbs(LogitsProcessor):
-    """Log-probs of the tokens that are drawn, without the logits of more than one step.
+class _SampledLogProbs:
+    """A logits processor that keeps the log-probs of the tokens that are drawn, and the logits of one step only.
 
     transformers calls it before it applies the temperature, with all tokens so far: the last is the one that was drawn
     from what the call before was given.
@@ -129,7 +141,7 @@ class _SampledLogProbs(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self._note(input_ids[:, -1])
-        self._distribution = torch.log_softmax(scores.float() / self.temperature, dim=-1)
+        self._distribution = (scores.float() / self.temperature).log_softmax(dim=-1)
         return scores
 
     def _note(self, drawn: Tensor) -> None:
@@ -138,6 +150,8 @@ class _SampledLogProbs(LogitsProcessor):
 
     def of(self, generated: Tensor) -> Tensor:
         """Log-probs of `generated`, `[B, n]`, once it is complete."""
+        import torch
+
         if len(self._found) < generated.shape[1]:
             self._note(generated[:, -1])
         return torch.cat(self._found, dim=1)[:, : generated.shape[1]]

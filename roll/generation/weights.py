@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from roll.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -38,6 +39,8 @@ class Bucket:
 
 def checksum(tensors: Mapping[str, Tensor]) -> int:
     """Sum of all bytes as words of 64 bits, modulo 2**64: nearly as fast as memory is read."""
+    import torch
+
     total = 0
     for tensor in tensors.values():
         data = tensor.detach().contiguous().flatten().view(torch.uint8)

@@ -7,14 +7,15 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from roll.config import ConfigError, PPOConfig, Problem
+from roll.config import ConfigError, Problem
 from roll.config.generation import end_token_ids_in
+from roll.pipelines.rl_config import RLConfig
 from roll.pipelines.warm_start import find_model
 
 SETTING = "rollout.end_tokens"
 
 
-def end_token_ids(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def end_token_ids(config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Ids of `rollout.end_tokens`; where it is null, those that the model's folder and the tokenizer name.
 
     Raises ConfigError for a token that the tokenizer does not have, a folder's file that cannot be read, and where
@@ -39,7 +40,7 @@ def end_token_ids(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> tupl
     return tuple(found)
 
 
-def _folders(config: PPOConfig) -> Iterator[Path]:
+def _folders(config: RLConfig) -> Iterator[Path]:
     """The model's folder, and that of the model which a warm start fine-tunes: it has the same end tokens."""
     model = find_model(config)
     if model is not None:

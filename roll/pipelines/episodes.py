@@ -17,12 +17,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from roll.data.responses import Continuation, as_rows
+from roll.data.tokenizer import padding_id
 from roll.environments.episodes import Finished
 from roll.errors import UserError
 from roll.generation.batches import pack_requests, unpack_responses
 from roll.generation.records import Response
+from roll.pipelines.rl_config import RLConfig
 from roll.protocol import DataProto
 from roll.workers.reward import Reward
 from roll.workers.rollout import Rollout
@@ -40,6 +43,11 @@ class RowLimits:
     max_prompt_tokens: int
     max_new_tokens: int
     pad_token_id: int
+
+    @classmethod
+    def of(cls, config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> RowLimits:
+        """The size of a run's rows."""
+        return cls(config.task.max_prompt_tokens, config.rollout.max_new_tokens, padding_id(tokenizer))
 
 
 @dataclass

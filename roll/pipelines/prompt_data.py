@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from roll.checkpoint.tensor_sources import HfFolder
-from roll.config import ConfigError, PPOConfig
+from roll.config import ConfigError
 from roll.data.prompts import encode_answers, encode_prompts, uses_template
 from roll.data.tasks import ReasoningTask, load_reward_function
+from roll.pipelines.data_flow import check_data_flow
 from roll.pipelines.end_tokens import end_token_ids
 from roll.pipelines.model_start import tokenizer_in
+from roll.pipelines.rl_config import RLConfig
 from roll.pipelines.run_folder import run_folder_problems
 from roll.pipelines.seams import seam_problems
 from roll.pipelines.sft_data import SFTData, load_sft_data
@@ -50,16 +52,17 @@ class PromptData:
         return tuple(notes)
 
 
-def load_prompt_data(config: PPOConfig) -> PromptData:
+def load_prompt_data(config: RLConfig) -> PromptData:
     """Build the task and encode its prompts; a mistake in the settings, or in what they name, shows here.
 
     Raises:
-        ValueError: no such task, reward function or environment; an engine that has to sleep and cannot; a model
-            folder without fitting weights or a usable tokenizer; a prompt that is too long or has characters that the
-            tokenizer does not know; an end token that it does not have; a run's folder that cannot be written to; a
-            warm start that cannot run, whose folder holds another run, that learns held-out problems, or whose answers
-            are too long for a response.
+        ValueError: no such task, reward function or environment; an algorithm that reads what nothing makes; an engine
+            that has to sleep and cannot; a model folder without fitting weights or a usable tokenizer; a prompt that is
+            too long or has characters that the tokenizer does not know; an end token that it does not have; a run's
+            folder that cannot be written to; a warm start that cannot run, whose folder holds another run, that learns
+            held-out problems, or whose answers are too long for a response.
     """
+    check_data_flow(config)
     problems = list(run_folder_problems(config.run_dir))
     load_reward_function(config.reward.function)
     problems += seam_problems(config.rollout, config.reward)

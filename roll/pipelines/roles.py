@@ -1,17 +1,17 @@
-"""The roles of a PPO run."""
+"""The roles of a run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-from roll.config import PPOConfig
 from roll.data.tokenizer import padding_id
 from roll.generation.generator import ServedModel
 from roll.generation.records import Sampling
 from roll.parallel import ParallelDegrees
 from roll.pipelines.prompt_data import PromptData
+from roll.pipelines.rl_config import ModelRole, RLConfig
 from roll.platform import get_platform
 from roll.protocol import ROW_DELIVERIES
 from roll.workers import Placement, PlacementLayout, Role
@@ -27,34 +27,44 @@ class Roles:
     """The roles of a run."""
 
     actor: Actor
-    critic: Critic
+    critic: Critic | None
+    """None for an algorithm without one."""
     reference: Reference | None
-    """None without a KL penalty."""
+    """None for an algorithm that compares with none."""
     rollout: Rollout
     reward: Reward
 
-
-def ranks_of_roles(config: PPOConfig) -> dict[str, int]:
-    """How many ranks each role has; there is a reference only for a KL penalty."""
-    models = ("actor", "critic", "reference", "rollout")
-    ranks = {
-        role: getattr(config, role).world_size for role in models if role != "reference" or config.ppo.kl.penalises
-    }
-    return ranks | {"reward": 1}
+    def trained(self, name: str) -> Actor | Critic:
+        """The role of this name, which an algorithm trains."""
+        role = {"actor": self.actor, "critic": self.critic}[name]
+        assert role is not None, "check_data_flow refuses an algorithm that trains a role it does not name"
+        return role
 
 
-def worker_logs(config: PPOConfig) -> Path:
+def ranks_of_roles(config: RLConfig) -> dict[str, int]:
+    """How many ranks each role has."""
+    models = {role: config.model_role(role).world_size for role in config.model_roles}
+    return models | {"rollout": config.rollout.world_size, "reward": 1}
+
+
+def worker_logs(config: RLConfig) -> Path:
     """The folder of what the workers of a run print."""
     return (config.run_dir / "logs").absolute()
 
 
-def place_roles(config: PPOConfig) -> Placement:
+def served_model(config: RLConfig, folder: Path, pad_token_id: int) -> ServedModel:
+    """The model in `folder`, as engines are told of it."""
+    longest = config.task.max_prompt_tokens + config.rollout.max_new_tokens
+    return ServedModel(folder, config.folder_family, config.dtype, longest, pad_token_id)
+
+
+def place_roles(config: RLConfig) -> Placement:
     """Reserve what the roles need; the ranks of the roles share devices."""
     layout = PlacementLayout(ranks_of_roles(config), device=get_platform().ray_resource, cpu_roles=("reward",))
     return Placement(layout, timeout_s=config.ray.placement_timeout_s)
 
 
-def start_roles(config: PPOConfig, model: Path, data: PromptData, placement: Placement) -> Roles:
+def start_roles(config: RLConfig, model: Path, data: PromptData, placement: Placement) -> Roles:
     """Start all roles side by side and load their models."""
 
     def start(role_cls: type[R], name: str, degrees: ParallelDegrees, **worker_kwargs: Any) -> R:
@@ -69,8 +79,8 @@ def start_roles(config: PPOConfig, model: Path, data: PromptData, placement: Pla
             log_dir=worker_logs(config),
         )
 
-    def start_model(role_cls: type[R], name: Literal["actor", "critic", "reference"]) -> R:
-        settings = getattr(config, name)
+    def start_model(role_cls: type[R], name: ModelRole) -> R:
+        settings = config.model_role(name)
         return start(
             role_cls,
             name,
@@ -81,20 +91,14 @@ def start_roles(config: PPOConfig, model: Path, data: PromptData, placement: Pla
 
     roles = Roles(
         actor=start_model(Actor, "actor"),
-        critic=start_model(Critic, "critic"),
-        reference=start_model(Reference, "reference") if config.ppo.kl.penalises else None,
+        critic=start_model(Critic, "critic") if "critic" in config.model_roles else None,
+        reference=start_model(Reference, "reference") if "reference" in config.model_roles else None,
         rollout=start(
             Rollout,
             "rollout",
             ParallelDegrees(config.rollout.world_size),
             settings=config.rollout.engine,
-            model=ServedModel(
-                folder=model,
-                family=config.folder_family,
-                dtype=config.dtype,
-                max_tokens=config.task.max_prompt_tokens + config.rollout.max_new_tokens,
-                pad_token_id=padding_id(data.tokenizer),
-            ),
+            model=served_model(config, model, padding_id(data.tokenizer)),
             sampling=Sampling(config.rollout.max_new_tokens, config.temperature, data.end_token_ids),
         ),
         reward=start(

@@ -1,4 +1,4 @@
-"""The supervised run that makes the model which PPO starts from: found where it has run, or run now.
+"""The supervised run that makes the model which a run starts from: found where it has run, or run now.
 
 It is the run that `examples/run_sft.py` makes of the same settings, in the same folder.
 """
@@ -10,16 +10,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from roll.config import ConfigError, PPOConfig, Problem, SFTConfig, load_config
+from roll.config import ConfigError, Problem, SFTConfig, load_config
 from roll.data.tasks import ReasoningTask, TaskItem
 from roll.pipelines.local_ranks import run_on_ranks
+from roll.pipelines.rl_config import RLConfig
 from roll.pipelines.run_folder import FINAL_MODEL
 from roll.pipelines.sft import run_sft
 from roll.pipelines.sft_data import SFTData
 from roll.pipelines.sft_settings import differences, shaping_settings
 
 
-def find_model(config: PPOConfig) -> Path | None:
+def find_model(config: RLConfig) -> Path | None:
     """The folder of the model that the run starts from; None if the warm start has to make it.
 
     Settings are compared, not the contents of the files that they name.
@@ -51,7 +52,7 @@ def make_model(warm_start: SFTConfig, data: SFTData, console: Console) -> Path:
     return warm_start.run_dir / FINAL_MODEL
 
 
-def learned_items(config: PPOConfig, task: ReasoningTask) -> tuple[TaskItem, ...]:
+def learned_items(config: RLConfig, task: ReasoningTask) -> tuple[TaskItem, ...]:
     """The problems whose answers the warm start learns; `task` is that of `config`, not to be made twice."""
     theirs = None if config.warm_start is None else config.warm_start.data.task
     if theirs is None:

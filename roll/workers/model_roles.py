@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from roll.config import PPOSettings, StrategySettings
+from roll.algorithms import LossTerm, total_loss
+from roll.config import StrategySettings
 from roll.parallel.state import init_parallel
 from roll.protocol import DataProto
 from roll.strategies import MegatronInferStrategy, MegatronTrainStrategy, Metrics, ModelOutput
-from roll.strategies.objectives import policy_objective, value_objective
 from roll.workers.dispatch import Dispatch
 from roll.workers.method import register
 from roll.workers.role import Role
 from roll.workers.weight_sync import WeightSource
 from roll.workers.worker import Worker
 
-# What the methods below read of a batch, and so all that they are sent.
+# Fields that the look-ups below read of a batch, and so all that they are sent.
 TOKENS = ("input_ids", "attention_mask", "response_mask")
 
 
@@ -60,6 +61,11 @@ class TrainWorker(WeightSource, ReferenceWorker):
 
     strategy: MegatronTrainStrategy
 
+    @register(Dispatch.DP_MP_DISPATCH_FIRST)
+    def train(self, batch: DataProto, terms: Sequence[LossTerm]) -> Metrics:
+        """One optimizer step of the sum of `terms`; `batch` has the fields that they read."""
+        return self.strategy.train_step(batch, partial(total_loss, terms))
+
     @register(Dispatch.ONE_TO_ALL)
     def save_hf(self, folder: str | Path) -> None:
         """Write the model as a Hugging Face folder."""
@@ -79,11 +85,6 @@ class TrainWorker(WeightSource, ReferenceWorker):
 class ActorWorker(TrainWorker):
     """The policy."""
 
-    @register(Dispatch.DP_MP_DISPATCH_FIRST, fields=(*TOKENS, "log_probs", "advantages"))
-    def train_policy(self, batch: DataProto, ppo: PPOSettings) -> Metrics:
-        """One optimizer step of the policy loss."""
-        return self.strategy.train_step(batch, partial(policy_objective, ppo))
-
 
 class Actor(Role, ActorWorker):
     """All ranks of the policy."""
@@ -100,11 +101,6 @@ class CriticWorker(TrainWorker):
             return {"values": output.values(data["response_mask"])}
 
         return _as_batch(self.strategy.forward_step(batch, forward))
-
-    @register(Dispatch.DP_MP_DISPATCH_FIRST, fields=(*TOKENS, "values", "returns"))
-    def train_values(self, batch: DataProto, ppo: PPOSettings) -> Metrics:
-        """One optimizer step of the value loss."""
-        return self.strategy.train_step(batch, partial(value_objective, ppo))
 
 
 class Critic(Role, CriticWorker):

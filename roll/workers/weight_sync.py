@@ -86,22 +86,34 @@ class WeightTarget:
         self.engine.close_update()
 
 
-def sync_weights(source: Actor, target: Rollout, version: int, bucket_bytes: int) -> None:
-    """Give the engines the weights of `source`, in buckets of about `bucket_bytes`.
+class WeightSync:
+    """Gives engines the weights of a trained role, each time as a new version: 1, 2, 3 and so on.
 
-    Raises as the calls of a role do; the cause is a WrongWeights for an update that an engine does not take.
+    Args:
+        bucket_bytes: size of a bucket; a larger tensor has one of its own.
     """
-    target.open_update(version, source.declare(version, bucket_bytes))
-    index, taking = 0, None
-    for stage in range(source.cluster.degrees.pp):
-        while True:
-            # While the engines take the one before. They are given the bucket that this reference stands for.
-            bucket: Any = source.next_bucket(stage, index)[stage]
-            if taking is not None:
-                taking.result()
-                taking = None
-            if bucket is None:
-                break
-            taking = target.take.submit(bucket)
-            index += 1
-    target.close_update()
+
+    def __init__(self, source: Actor, target: Rollout, bucket_bytes: int) -> None:
+        self.source, self.target, self.bucket_bytes = source, target, bucket_bytes
+        self.version = 0
+
+    def sync(self) -> None:
+        """Send all weights.
+
+        Raises as the calls of a role do; the cause is a WrongWeights where an engine does not take the update.
+        """
+        self.version += 1
+        self.target.open_update(self.version, self.source.declare(self.version, self.bucket_bytes))
+        index, taking = 0, None
+        for stage in range(self.source.cluster.degrees.pp):
+            while True:
+                # While the engines take the one before. They are given the bucket that this reference stands for.
+                bucket: Any = self.source.next_bucket(stage, index)[stage]
+                if taking is not None:
+                    taking.result()
+                    taking = None
+                if bucket is None:
+                    break
+                taking = self.target.take.submit(bucket)
+                index += 1
+        self.target.close_update()

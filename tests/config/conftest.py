@@ -8,7 +8,8 @@ from textwrap import indent
 
 import pytest
 
-from roll.config import ConfigError, PPOConfig, load_config
+from roll.config import ConfigError, load_config
+from roll.pipelines.rl_config import RLConfig
 from tests.config.small_model import MODEL
 
 BASE = """
@@ -21,14 +22,15 @@ warm_start:
   steps: 5
   optimizer: {lr: 1e-3}
 task: {max_prompt_tokens: 40, train_size: 100, eval_size: 10}
-ppo:
-  steps: 3
-  prompts_per_step: 8
-  responses_per_prompt: 3
-  mini_batch_size: 12
+steps: 3
+prompts_per_step: 8
+responses_per_prompt: 3
+mini_batch_size: 12
+algorithm:
+  name: ppo
   kl: {kind: adaptive, coef: 0.1, target: 0.5}
+  critic: {optimizer: {lr: 1e-4}}
 actor: {world_size: 2, parallel: {tp: 2}, optimizer: {lr: 1e-4}}
-critic: {optimizer: {lr: 1e-4}}
 rollout: {max_new_tokens: 8}
 """.replace("MODEL", indent(MODEL, "  "))
 
@@ -46,7 +48,7 @@ def complaints(base: Path) -> Callable[..., list[str]]:
 
     def lines(*overrides: str) -> list[str]:
         with pytest.raises(ConfigError) as caught:
-            load_config(PPOConfig, base, overrides)
+            load_config(RLConfig, base, overrides)
         assert str(caught.value).splitlines() == [str(problem) for problem in caught.value.problems]
         return str(caught.value).splitlines()
 

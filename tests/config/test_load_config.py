@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Strict
 
-from roll.config import ConfigError, PPOConfig, Settings, dump_config, load_config
+from roll.config import ConfigError, Settings, dump_config, load_config
+from roll.pipelines.rl_config import RLConfig
 
 Complaints = Callable[..., list[str]]
 
@@ -50,48 +51,48 @@ def error_of(tmp_path: Path, text: str, *overrides: str) -> str:
 
 def test_overrides_are_yaml_values(base: Path) -> None:
     config = load_config(
-        PPOConfig,
+        RLConfig,
         base,
         [
             "actor.optimizer.lr=2e-5",
             "actor.optimizer.betas=[0.8, 0.99]",
-            "ppo.value_clip=null",
-            "ppo.whiten_advantages=false",
+            "algorithm.value_clip=null",
+            "algorithm.whiten_advantages=false",
             "task.params={min_terms: 2, max_terms: 3}",
             "task.params.max_terms=4",
             "output_dir=some/where",
             "task.prompt='{question} ='",
-            "ppo.steps=7",
-            "ppo.steps=8",
+            "steps=7",
+            "steps=8",
         ],
     )
     assert config.actor.optimizer.lr == 2e-5
     assert config.actor.optimizer.betas == (0.8, 0.99)
-    assert config.ppo.value_clip is None
-    assert config.ppo.whiten_advantages is False
+    assert config.algorithm.value_clip is None
+    assert config.algorithm.whiten_advantages is False
     assert config.task.params == {"min_terms": 2, "max_terms": 4}
     assert config.run_dir == Path("some/where/base")
     assert config.task.prompt == "{question} ="
-    assert config.ppo.steps == 8
-    assert config.critic.optimizer.lr == 1e-4, "what is not overridden stays"
+    assert config.steps == 8
+    assert config.algorithm.critic.optimizer.lr == 1e-4, "what is not overridden stays"
 
 
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("ppo.steps='3'", "ppo.steps: must be a valid integer, got '3'"),
-        ("ppo.steps=3.5", "ppo.steps: must be a valid integer, got 3.5"),
-        ("ppo.steps=true", "ppo.steps: must be a valid integer, got true"),
-        ("ppo.steps=", "ppo.steps: must be a valid integer, got null"),
-        ("ppo.steps=0", "ppo.steps: must be greater than 0, got 0"),
-        ("ppo.steps.more=1", "ppo.steps: must be a valid integer, got {'more': 1}"),
-        ("ppo.gamma=1.1", "ppo.gamma: must be less than or equal to 1, got 1.1"),
-        ("ppo.clip_high=.inf", "ppo.clip_high: must be a finite number, got inf"),
+        ("steps='3'", "steps: must be a valid integer, got '3'"),
+        ("steps=3.5", "steps: must be a valid integer, got 3.5"),
+        ("steps=true", "steps: must be a valid integer, got true"),
+        ("steps=", "steps: must be a valid integer, got null"),
+        ("steps=0", "steps: must be greater than 0, got 0"),
+        ("steps.more=1", "steps: must be a valid integer, got {'more': 1}"),
+        ("algorithm.gamma=1.1", "algorithm.gamma: must be less than or equal to 1, got 1.1"),
+        ("algorithm.clip_high=.inf", "algorithm.clip_high: must be a finite number, got inf"),
         ("name=5", "name: must be a valid string, got 5"),
         ("output_dir=5", "output_dir: must be a path, got 5"),
         ("dtype=float16", "dtype: must be 'float32' or 'bfloat16', got 'float16'"),
         ("actor.optimizer.betas=[0.9, 1.5]", "actor.optimizer.betas.1: must be less than 1, got 1.5"),
-        ("critic.micro_batch={rows: 0}", "critic.micro_batch.rows: must be greater than 0, got 0"),
+        ("algorithm.critic.micro_batch={rows: 0}", "algorithm.critic.micro_batch.rows: must be greater than 0, got 0"),
         ("task=5", "task: must be a section of settings, got 5"),
         ("task.params=5", "task.params: must be a valid dictionary, got 5"),
     ],
@@ -106,9 +107,9 @@ def test_wrong_types(complaints: Complaints, override: str, line: str) -> None:
         ("actor.parallel.tpp", "actor.parallel.tp"),
         ("actor.paralel", "actor.parallel"),
         ("actor.lr", "actor.optimizer.lr"),
-        ("critic.lr", "critic.optimizer.lr"),
-        ("ppo.max_new_tokens", "rollout.max_new_tokens"),
-        ("ppo.kl.coeff", "ppo.kl.coef"),
+        ("algorithm.critic.lr", "algorithm.critic.optimizer.lr"),
+        ("algorithm.max_new_tokens", "rollout.max_new_tokens"),
+        ("algorithm.kl.coeff", "algorithm.kl.coef"),
         ("warm_start.micro_size", "warm_start.micro_bsz"),
         ("warm_start.model.config.n_layers", "warm_start.model.config.num_hidden_layers"),
         ("temprature", "temperature"),
@@ -126,7 +127,7 @@ def test_unknown_settings_name_the_nearest(complaints: Complaints, base: Path, p
     child = base.parent / "child.yaml"
     child.write_text(f"{{extends: base.yaml, {text[1:]}", encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
-        load_config(PPOConfig, child)
+        load_config(RLConfig, child)
     assert str(caught.value) == line
 
 
@@ -134,30 +135,30 @@ def test_all_problems_at_once(complaints: Complaints) -> None:
     assert complaints(
         "not_an_override",
         "actor.parallel.tpp=2",
-        "ppo.steps=0",
-        "ppo.mini_batch_size=10",
-        "ppo.kl.target=null",
+        "steps=0",
+        "mini_batch_size=10",
+        "algorithm.kl.target=null",
         "actor.parallel.pp=4",
         "rollout.engine={name: vllm}",
         "rollout.max_new_tokens=30",
-        "critic.optimizer={lr: 1.0, schedule: linear}",
+        "algorithm.critic.optimizer={lr: 1.0, schedule: linear}",
         "output_dir=${nowhere}",
         "model_path=there",
     ) == [
         "override 'not_an_override': must be dotted.path=value",
         "output_dir: Interpolation key 'nowhere' not found",
-        "ppo.steps: must be greater than 0, got 0",
+        "steps: must be greater than 0, got 0",
         "actor.parallel.tpp: unknown setting; did you mean actor.parallel.tp?",
-        "rollout.engine.name: must be 'transformers', or module:Name of your own, got 'vllm'",
+        "rollout.engine.name: must be 'transformers', or module:Name of an engine of your own, got 'vllm'",
         "model_path: exactly one of model_path and warm_start must be set, the other null; "
         "got model_path 'there' and a warm_start",
         "actor.parallel.pp: 4 does not divide the model's num_hidden_layers 6; 3 would fit",
         "actor.world_size: 2 is not a multiple of parallel.tp 2 x pp 4 x cp 1 = 8",
         "task.max_prompt_tokens: task.max_prompt_tokens 40 + rollout.max_new_tokens 30 = 70, "
         "exceeds the model's max_position_embeddings 64",
-        "ppo.mini_batch_size: 10 does not divide ppo.prompts_per_step 8 x ppo.responses_per_prompt 3 = 24 rows",
-        "ppo.kl.target: kind 'adaptive' needs it, got null",
-        "critic.optimizer.total_steps: schedule 'linear' needs it, got null",
+        "mini_batch_size: 10 does not divide prompts_per_step 8 x responses_per_prompt 3 = 24 rows",
+        "algorithm.critic.optimizer.total_steps: schedule 'linear' needs it, got null",
+        "algorithm.kl.target: kind 'adaptive' needs it, got null",
     ]
 
 
@@ -166,14 +167,14 @@ def test_an_unusable_setting_skips_only_its_own_checks(complaints: Complaints) -
     assert complaints("actor.parallel.tp=x", "actor.parallel.pp=4", "task.train_size=7") == [
         f"actor.parallel.tp: {wrong}",
         "actor.parallel.pp: 4 does not divide the model's num_hidden_layers 6; 3 would fit",
-        "task.train_size: 7 is less than ppo.prompts_per_step 8",
+        "task.train_size: 7 is less than prompts_per_step 8",
     ]
     assert complaints("warm_start.model.config.num_hidden_layers=x", "actor.parallel.tp=8", "actor.world_size=8") == [
         f"warm_start.model.config.num_hidden_layers: {wrong}",
         "actor.parallel.tp: 8 does not divide the model's num_key_value_heads 4; 4 would fit",
     ]
-    assert complaints("critic.micro_batch.rows=${gone}", "critic.micro_batch.max_tokens=null") == [
-        "critic.micro_batch.rows: Interpolation key 'gone' not found"
+    assert complaints("algorithm.critic.micro_batch.rows=${gone}", "algorithm.critic.micro_batch.max_tokens=null") == [
+        "algorithm.critic.micro_batch.rows: Interpolation key 'gone' not found"
     ]
     assert complaints("task=5", "rollout.world_size=5")[0] == "task: must be a section of settings, got 5"
 
@@ -182,8 +183,8 @@ def test_a_missing_setting_is_named(tmp_path: Path) -> None:
     path = tmp_path / "empty.yaml"
     path.write_text("", encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
-        load_config(PPOConfig, path)
-    required = ["name", "task", "ppo", "actor", "critic", "rollout"]
+        load_config(RLConfig, path)
+    required = ["steps", "prompts_per_step", "mini_batch_size", "name", "task", "algorithm", "actor", "rollout"]
     missing = [f"{name}: this setting is required, but not given" for name in required]
     one = "model_path: exactly one of model_path and warm_start must be set, the other null; got neither"
     assert str(caught.value).splitlines() == [*missing, one]
@@ -293,11 +294,11 @@ def test_extends_refusals(tmp_path: Path) -> None:
 
 
 def test_dump_reads_back(base: Path, tmp_path: Path) -> None:
-    config = load_config(PPOConfig, base, ["task.params={min_terms: 2}", "task.prompt='{question} \\${x}'"])
+    config = load_config(RLConfig, base, ["task.params={min_terms: 2}", "task.prompt='{question} \\${x}'"])
     assert config.task.prompt == "{question} ${x}"
     copy = tmp_path / "copy.yaml"
     copy.write_text(dump_config(config), encoding="utf-8")
-    assert load_config(PPOConfig, copy) == config
+    assert load_config(RLConfig, copy) == config
     assert "parallel_output: true" in copy.read_text(encoding="utf-8"), "defaults are written out"
 
 

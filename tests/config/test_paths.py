@@ -17,7 +17,6 @@ from roll.config import (
     ConfigError,
     ModelConfig,
     ModelSource,
-    PPOConfig,
     Settings,
     SFTConfig,
     SFTDataSettings,
@@ -29,6 +28,7 @@ from roll.config import (
 from roll.config.paths import PathSetting, PatternsSetting
 from roll.data import Paragraphs, TextFiles, TokenizedFolder
 from roll.data.sources.tokenized_folder import write_tokenized
+from roll.pipelines.rl_config import RLConfig
 from roll.protocol import DataProto
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -103,7 +103,7 @@ def test_the_paths_of_a_ppo_run(home: Path) -> None:
     (home / "mine.yaml").write_text(f"extends: {EXAMPLES / 'ppo_cpu.yaml'}\nname: from_home\n")
     Path("here.yaml").write_text("extends: ~/mine.yaml\n")
     for file in ("~/mine.yaml", Path("~/mine.yaml"), "here.yaml"):
-        config = load_config(PPOConfig, file, [*overrides, "actor.world_size=1", "actor.parallel.tp=1"])
+        config = load_config(RLConfig, file, [*overrides, "actor.world_size=1", "actor.parallel.tp=1"])
         assert config.run_dir == home / "runs" / "from_home"
         assert config.model_path == home / "model"
         assert config.architecture.vocab_size == 32

@@ -17,13 +17,13 @@ from roll.config import (
     MicroBatchSettings,
     OptimizerSettings,
     ParallelSettings,
-    PPOConfig,
     Problem,
     Settings,
     SFTConfig,
     StrategySettings,
     load_config,
 )
+from roll.pipelines.rl_config import RLConfig
 
 SECTIONS = [value for value in vars(roll_config).values() if isinstance(value, type) and issubclass(value, Settings)]
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -93,7 +93,7 @@ def test_the_lines_are_those_of_the_loader(tmp_path: Path) -> None:
 
 
 def test_settings_travel(base: Path) -> None:
-    config = load_config(PPOConfig, base)
+    config = load_config(RLConfig, base)
     assert pickle.loads(pickle.dumps(config)) == config
     assert copy.deepcopy(config) == config
     error = pickle.loads(pickle.dumps(ConfigError([Problem("a.b", "is wrong"), Problem("c", "too")])))
@@ -120,19 +120,25 @@ def test_strategy_settings_by_hand(tmp_path: Path) -> None:
 
 
 def test_ppo_config_is_checked_without_a_file(base: Path) -> None:
-    data = load_config(PPOConfig, base).model_dump()
-    assert PPOConfig(**data).name == "base"
+    data = load_config(RLConfig, base).model_dump()
+    assert RLConfig(**data).name == "base"
     data["task"]["train_size"] = 7
-    with pytest.raises(ValueError, match=r"task\.train_size: 7 is less than ppo.prompts_per_step 8"):
-        PPOConfig(**data)
+    with pytest.raises(ValueError, match=r"task\.train_size: 7 is less than prompts_per_step 8"):
+        RLConfig(**data)
 
 
 def test_strategy_settings_of_each_role(base: Path, tmp_path: Path) -> None:
-    changes = ["temperature=0.7", "seed=5", "dtype=bfloat16", "critic.micro_batch.rows=3", "batch_timeout_s=7.5"]
-    config = load_config(PPOConfig, base, changes)
+    changes = [
+        "temperature=0.7",
+        "seed=5",
+        "dtype=bfloat16",
+        "algorithm.critic.micro_batch.rows=3",
+        "batch_timeout_s=7.5",
+    ]
+    config = load_config(RLConfig, base, changes)
     alone: dict[str, Any] = {"model_path": tmp_path, "seed": 5, "dtype": "bfloat16", "temperature": 0.7}
     sampled = {**alone, "batch_timeout_s": 7.5}
-    actor, critic = config.actor, config.critic
+    actor, critic = config.actor, config.algorithm.critic
     assert config.strategy_settings("actor", tmp_path) == StrategySettings(
         name="megatron_train", parallel=ParallelSettings(tp=2), optimizer=actor.optimizer, **sampled
     )
@@ -149,7 +155,7 @@ def test_strategy_settings_of_each_role(base: Path, tmp_path: Path) -> None:
 
 def test_examples_differ_in_the_degrees_of_the_actor_only() -> None:
     tensor, pipeline = (
-        load_config(PPOConfig, EXAMPLES / name).model_dump() for name in ("ppo_cpu.yaml", "ppo_cpu_pp2.yaml")
+        load_config(RLConfig, EXAMPLES / name).model_dump() for name in ("ppo_cpu.yaml", "ppo_cpu_pp2.yaml")
     )
     assert (tensor["actor"]["parallel"]["tp"], tensor["actor"]["parallel"]["pp"]) == (2, 1)
     assert (pipeline["actor"]["parallel"]["tp"], pipeline["actor"]["parallel"]["pp"]) == (1, 2)
@@ -159,15 +165,15 @@ def test_examples_differ_in_the_degrees_of_the_actor_only() -> None:
 
 
 def test_ppo_starts_from_what_the_supervised_example_makes() -> None:
-    ppo = load_config(PPOConfig, EXAMPLES / "ppo_cpu.yaml")
+    ppo = load_config(RLConfig, EXAMPLES / "ppo_cpu.yaml")
     assert ppo.warm_start == load_config(SFTConfig, EXAMPLES / "sft_cpu.yaml")
     assert ppo.warm_start.data.task == ppo.task
-    elsewhere = load_config(PPOConfig, EXAMPLES / "ppo_cpu.yaml", ["output_dir=some/where"])
+    elsewhere = load_config(RLConfig, EXAMPLES / "ppo_cpu.yaml", ["output_dir=some/where"])
     assert elsewhere.warm_start is not None and elsewhere.warm_start.run_dir == Path("some/where/sft_cpu")
 
 
 def test_example_model_has_one_to_two_million_parameters() -> None:
-    model = load_config(PPOConfig, EXAMPLES / "ppo_cpu.yaml").architecture
+    model = load_config(RLConfig, EXAMPLES / "ppo_cpu.yaml").architecture
     hidden, key_value = model.hidden_size, model.num_key_value_heads * model.head_dim
     attention = hidden * (hidden + 2 * key_value) + hidden * hidden
     layer = attention + 3 * hidden * model.intermediate_size + 2 * hidden

@@ -109,7 +109,10 @@ def test_settings_choose_the_engine_and_its_settings() -> None:
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        ({"name": "vllm"}, r"engine\.name: must be 'transformers', or module:Name of your own, got 'vllm'"),
+        (
+            {"name": "vllm"},
+            r"engine\.name: must be 'transformers', or module:Name of an engine of your own, got 'vllm'",
+        ),
         ({"name": "transformer"}, r"engine\.name: must be .* \(did you mean 'transformers'\?\)"),
         ({"name": "records"}, r"engine\.name: must be 'transformers'"),
         ({"name": "tests.outside.table:Tabel"}, "has no Generator 'Tabel'; near names: Table"),

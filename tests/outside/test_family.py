@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from roll.config import ConfigError, ModelConfig, ModelSource, PPOConfig, SFTConfig, StrategySettings, load_config
+from roll.config import ConfigError, ModelConfig, ModelSource, SFTConfig, StrategySettings, load_config
 from roll.data.tokenizer import build_char_tokenizer
 from roll.errors import UserError
 from roll.families import FAMILIES, Family, find_family
 from roll.families.registry import SHARED, stand_in
 from roll.families.tensors import EMBEDDING, QK_NORMS, WO_BIAS, WQKV, WQKV_BIAS
 from roll.pipelines.end_tokens import end_token_ids
+from roll.pipelines.rl_config import RLConfig
 from roll.strategies import HfStrategy
 from tests.families import OUTSIDE
 from tests.outside.boxes import BOXES
@@ -118,26 +119,26 @@ def test_the_settings_of_runs_hand_it_on(tmp_path: Path) -> None:
     assert config.model.architecture.family is BOXES
     assert config.strategy_settings(folder).family == OUTSIDE
 
-    ppo, roles = EXAMPLES / "ppo_cpu.yaml", ("actor", "critic", "reference", "rollout")
-    one = load_config(PPOConfig, ppo, ["warm_start=null", f"model_path={folder}", f"family={OUTSIDE}"])
+    ppo, roles = EXAMPLES / "ppo_cpu.yaml", ("actor", "critic", "reference")
+    one = load_config(RLConfig, ppo, ["warm_start=null", f"model_path={folder}", f"family={OUTSIDE}"])
     assert one.architecture.family is BOXES
     assert {one.strategy_settings(role, folder).family for role in roles} == {OUTSIDE}
-    started = load_config(PPOConfig, ppo, [f"warm_start.model.config.model_type={OUTSIDE}"])
+    started = load_config(RLConfig, ppo, [f"warm_start.model.config.model_type={OUTSIDE}"])
     assert started.architecture.family is BOXES
     assert {started.strategy_settings(role, folder).family for role in roles} == {OUTSIDE}
-    assert {load_config(PPOConfig, ppo).strategy_settings(role, folder).family for role in roles} == {None}
+    assert {load_config(RLConfig, ppo).strategy_settings(role, folder).family for role in roles} == {None}
     for changes, line in (
         ([f"family={OUTSIDE}"], "family: must be null with a warm_start, got .*; warm_start.model.family is its own"),
         ([f"warm_start.model.family={OUTSIDE}"], r"warm_start\.model\.family: must be null where there is no path"),
     ):
         with pytest.raises(ConfigError, match=f"(?m)^{line}"):
-            load_config(PPOConfig, ppo, changes)
+            load_config(RLConfig, ppo, changes)
 
 
 def test_its_key_of_end_tokens_is_read(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "model", vocab_size=96, stop_ids=[5, -1, 7], eos_token_id=9)
     changes = ["warm_start=null", f"model_path={folder}", f"family={OUTSIDE}"]
-    config = load_config(PPOConfig, EXAMPLES / "ppo_cpu.yaml", changes)
+    config = load_config(RLConfig, EXAMPLES / "ppo_cpu.yaml", changes)
     assert config.architecture.eos_token_id == (5, 7)
     assert end_token_ids(config, build_char_tokenizer()) == (2, 5, 7)  # 2 is the tokenizer's
 

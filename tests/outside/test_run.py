@@ -1,4 +1,4 @@
-"""A run of the real roles with an engine, an environment and a reward function from outside of the package."""
+"""A run of real roles with one of each seam from outside: algorithm, engine, environment, reward function, family."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from roll.config import dump_config, load_config
-from roll.config.ppo import PPOConfig
+from roll.config import ModelConfig, dump_config, load_config
 from roll.data.tasks import Entry
-from tests.pipelines.small_run import EXAMPLES, SMALL, run
+from roll.pipelines.rl_config import RLConfig
+from tests.families import OUTSIDE as FAMILY
+from tests.pipelines.grpo_run import SMALL_GRPO, grpo_config
+from tests.pipelines.small_run import EXAMPLES, example, outcome_of
 
 SEAMS = [
-    # Token 2 is the end token, the others are the letters of some words.
-    "rollout.engine={name: 'tests.outside.table:Table', answers: [[30, 2], [31, 32, 2], [33, 34, 35, 36, 37, 38]]}",
+    "algorithm={name: 'tests.outside.reinforce:Reinforce', longest: 12.0}",
+    f"warm_start.model.config.model_type={FAMILY}",
+    # Token 2 is the end token, the others are letters.
+    "rollout.engine={name: 'tests.outside.table:Table', answers: [[30, 2], [31, 32, 2], [33, 34, 35]]}",
     "reward.environment=tests.outside.asking:Asking",
     "reward.function=tests.outside.test_run:share_of_short_ones",
     "rollout.max_new_tokens=12",
@@ -27,19 +31,31 @@ def share_of_short_ones(responses: list[str], entries: list[Entry]) -> list[floa
 
 
 @pytest.mark.slow
-def test_a_run_with_seams_from_outside(tmp_path: Path) -> None:
-    outcome = run(tmp_path, "name=outside", "ppo.steps=1", *SEAMS)
+def test_a_run_of_parts_from_outside(tmp_path: Path) -> None:
+    config = ["--config", str(EXAMPLES / "grpo_cpu.yaml"), f"output_dir={tmp_path}", "name=outside"]
+    with example("run_ppo.py", *config, *SMALL_GRPO, *SEAMS) as process:
+        outcome = outcome_of(process)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
-    before, after = map(json.loads, (tmp_path / "outside" / "metrics.jsonl").read_text().splitlines())
+    assert "Reinforce on spell_backward: 2 steps" in outcome.stdout
+    assert ModelConfig.from_folder(tmp_path / "outside" / "final", FAMILY).model_type == FAMILY
+    before, first, second = map(json.loads, (tmp_path / "outside" / "metrics.jsonl").read_text().splitlines())
+    assert before.keys() == {"step", "eval/exact_match", "eval/reward", "eval/episode/asked"}
     # An engine that draws from a table answers the same, whatever the weights are.
-    assert before["eval/reward"] == after["eval/reward"]
-    assert 1 <= after["episode/asked"] <= 3 and 0 < after["reward"] < 1
-    assert after["skipped_steps"] == 0
+    assert before["eval/reward"] == first["eval/reward"] == second["eval/reward"]
+    # Nobody is asked for log-probs, values or entropies; there is one role to train.
+    updates = {"nll", "loss", "grad_norm", "lr", "skipped_steps"}
+    credit = {"baseline", "score", "reward", "exact_match", "response_length"}
+    assert first.keys() == before.keys() | updates | credit | {"episode/asked"}
+    assert first["skipped_steps"] == 0 and first["grad_norm"] > 0
+    assert (first["baseline"], second["baseline"]) == (0.0, pytest.approx(0.1 * first["reward"]))
+    assert 1 < first["episode/asked"] <= 3 and 0 < first["reward"] < 1
     samples = (tmp_path / "outside" / "samples" / "step_00001.jsonl").read_text()
     assert "no " in samples, "some environment asked again"
+    logs = {path.name for path in (tmp_path / "outside" / "logs").iterdir()}
+    assert logs == {"actor_0.log", "actor_1.log", "reward_0.log", "rollout_0.log"}
 
 
 def test_the_settings_of_such_a_run_are_written_and_read_back(tmp_path: Path) -> None:
-    config = load_config(PPOConfig, EXAMPLES / "ppo_cpu.yaml", [*SMALL, *SEAMS])
+    config = grpo_config(*SEAMS)
     (tmp_path / "config.yaml").write_text(dump_config(config))
-    assert load_config(PPOConfig, tmp_path / "config.yaml") == config
+    assert load_config(RLConfig, tmp_path / "config.yaml") == config

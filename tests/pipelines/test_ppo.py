@@ -19,8 +19,9 @@ import torch
 from transformers import AutoTokenizer
 
 from roll.checkpoint.tensor_sources import HfFolder
-from roll.config import ModelConfig, PPOConfig, load_config
+from roll.config import ModelConfig, load_config
 from roll.pipelines.prompt_data import load_prompt_data
+from roll.pipelines.rl_config import RLConfig
 from roll.strategies import HfStrategy
 from tests.generation.serving import engine_of, requests
 from tests.pipelines.conftest import Head
@@ -72,7 +73,7 @@ def assert_same_beside_weights(start: Path, final: Path) -> None:
     assert files == {path.name: path.read_bytes() for path in final.iterdir() if "safetensors" not in path.name}
 
 
-def greedy_score(folder: Path, config: PPOConfig) -> float:
+def greedy_score(folder: Path, config: RLConfig) -> float:
     """The mean score of the greedy answers of the model in `folder` to the run's held-out prompts."""
     data = load_prompt_data(config)
     model = HfStrategy(config.strategy_settings("reference", folder).model_copy(update={"name": "hf"}))
@@ -93,7 +94,7 @@ def greedy_score(folder: Path, config: PPOConfig) -> float:
 
 @pytest.mark.slow
 def test_what_is_evaluated_is_the_trained_policy(first_run: Path) -> None:
-    config = load_config(PPOConfig, first_run / "config.yaml")
+    config = load_config(RLConfig, first_run / "config.yaml")
     before, _, after = (record["eval/reward"] for record in metrics_of(first_run))
     assert before == pytest.approx(greedy_score(first_run.parent / "sft_cpu" / "final", config))
     # The rollout role has no weights but those that the actor's were streamed into.
@@ -106,7 +107,7 @@ def test_two_runs_with_one_seed_write_the_same_metrics_and_a_bad_reward_function
     head: Head, first_run: Path
 ) -> None:
     function = "reward.function=tests.pipelines.small_run:fails_in_step_three"
-    outcome = run(first_run.parent, "name=second", "ppo.steps=3", function, RAY_ADDRESS=head.address)
+    outcome = run(first_run.parent, "name=second", "steps=3", function, RAY_ADDRESS=head.address)
     assert "warm start" not in outcome.stdout, "the first run's is there"
     assert (first_run.parent / "second" / "metrics.jsonl").read_bytes() == (first_run / "metrics.jsonl").read_bytes()
     assert outcome.returncode == 1, outcome.stdout + outcome.stderr
@@ -129,7 +130,7 @@ def test_ctrl_c_ends_a_run_and_its_ray_cleanly(first_run: Path, tmp_path: Path) 
     # The driver finds this module by PYTHONPATH, and so do the actors of the Ray that it starts.
     (tmp_path / "my_rewards.py").write_text("from roll.data.tasks import score_responses as score\n")
     metrics = first_run.parent / "stopped" / "metrics.jsonl"
-    settings = ["name=stopped", "ppo.steps=500", "reward.function=my_rewards:score"]
+    settings = ["name=stopped", "steps=500", "reward.function=my_rewards:score"]
     with driver(first_run.parent, *settings, PYTHONPATH=str(tmp_path)) as process:
         wait_until(lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") >= 2, process)
         family = descendants(process.pid)
@@ -173,7 +174,7 @@ def main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 def test_wrong_settings_are_listed_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wrong = ["actor.parallel.tpp=2", "actor.world_size=3", "ppo.mini_batch_size=7", "critic.strategy=deepspeed"]
+    wrong = ["actor.parallel.tpp=2", "actor.world_size=3", "mini_batch_size=7", "algorithm.critic.strategy=deepspeed"]
     # Overrides may stand on both sides of an option.
     config = ["--config", str(EXAMPLES / "ppo_cpu.yaml")]
     assert main(monkeypatch, f"output_dir={tmp_path}", *SMALL, *wrong[:2], *config, *wrong[2:]) == 2
@@ -181,8 +182,8 @@ def test_wrong_settings_are_listed_before_anything_starts(
     for message in (
         "did you mean actor.parallel.tp",
         "actor.world_size: 3",
-        "ppo.mini_batch_size: 7",
-        "critic.strategy",
+        "mini_batch_size: 7",
+        "algorithm.critic.strategy",
     ):
         assert message in errors, errors
     assert not list(tmp_path.iterdir())

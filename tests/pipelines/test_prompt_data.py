@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from roll.config import ConfigError, ModelConfig, PPOConfig, dump_config, load_config
+from roll.config import ConfigError, ModelConfig, dump_config, load_config
 from roll.data.tokenizer import build_char_tokenizer
 from roll.pipelines.prompt_data import PromptData, load_prompt_data
+from roll.pipelines.rl_config import RLConfig
 from tests.checkpoint.folder_of_tensors import TOKENIZER_FILES, random_tensors, write_folder
 from tests.pipelines.small_run import EXAMPLES, SMALL
 
@@ -34,7 +35,7 @@ TEMPLATE = (
 
 def load(tmp_path: Path, *overrides: str) -> PromptData:
     settings = [*SMALL, "name=run", f"output_dir={tmp_path / 'runs'}", *overrides]
-    return load_prompt_data(load_config(PPOConfig, EXAMPLES / "ppo_cpu.yaml", settings))
+    return load_prompt_data(load_config(RLConfig, EXAMPLES / "ppo_cpu.yaml", settings))
 
 
 def load_folder(tmp_path: Path) -> PromptData:
@@ -108,19 +109,19 @@ def test_a_folder_with_code_of_its_own_is_taken_where_the_run_says_so(tmp_path: 
     ):
         load_folder(tmp_path)
     given = [f"model_path={folder}", "warm_start=null", "trust_remote_code=true"]
-    config = load_config(PPOConfig, EXAMPLES / "ppo_cpu.yaml", [*SMALL, "name=run", *given])
+    config = load_config(RLConfig, EXAMPLES / "ppo_cpu.yaml", [*SMALL, "name=run", *given])
     assert config.trusts_remote_code
     with pytest.raises(ConfigError, match=r"has no usable tokenizer: .*tokenization_own"):  # It was looked for.
         load_prompt_data(config)
     assert config.trust_remote_code and "trust_remote_code: true" in dump_config(config)
     warm = ["trust_remote_code=true", "warm_start.model={path: somewhere, config: null, trust_remote_code: true}"]
     with pytest.raises(ConfigError, match=r"^trust_remote_code: must be false with a warm_start") as refused:
-        load_config(PPOConfig, EXAMPLES / "ppo_cpu.yaml", [*SMALL, *warm])
+        load_config(RLConfig, EXAMPLES / "ppo_cpu.yaml", [*SMALL, *warm])
     assert "warm_start.model.trust_remote_code is its own" in str(refused.value)
     with pytest.raises(
         ConfigError, match=r"^warm_start\.model\.trust_remote_code: must be false where there is no path"
     ):
-        load_config(PPOConfig, EXAMPLES / "ppo_cpu.yaml", [*SMALL, "warm_start.model.trust_remote_code=true"])
+        load_config(RLConfig, EXAMPLES / "ppo_cpu.yaml", [*SMALL, "warm_start.model.trust_remote_code=true"])
 
 
 def no_weights(folder: Path) -> None:
@@ -271,7 +272,7 @@ def test_a_warm_start_that_cannot_run_is_refused(tmp_path: Path) -> None:
 
 def finished_warm_start(tmp_path: Path, *overrides: str) -> Path:
     """What a warm start with these settings leaves, with random weights."""
-    config = load_config(PPOConfig, EXAMPLES / "ppo_cpu.yaml", [*SMALL, f"output_dir={tmp_path / 'runs'}", *overrides])
+    config = load_config(RLConfig, EXAMPLES / "ppo_cpu.yaml", [*SMALL, f"output_dir={tmp_path / 'runs'}", *overrides])
     assert config.warm_start is not None
     architecture = config.architecture
     final = write_folder(config.warm_start.run_dir / "final", architecture, random_tensors(architecture, "lm"))

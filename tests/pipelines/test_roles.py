@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from roll.config import PPOConfig, load_config
-from roll.config.ppo import Delivery
+from roll.config import Delivery, load_config
 from roll.pipelines.prompt_data import load_prompt_data
+from roll.pipelines.rl_config import RLConfig
 from roll.pipelines.roles import ranks_of_roles, start_roles
 from roll.protocol import ROW_DELIVERIES
 from roll.workers.method import RoleMethod, Sender
@@ -39,7 +39,7 @@ class NotStarted(Sender):
 def test_each_role_is_started_as_the_config_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delivery: Delivery
 ) -> None:
-    config = load_config(PPOConfig, EXAMPLES / "ppo_cpu.yaml", [*SMALL, f"ray.delivery={delivery}"])
+    config = load_config(RLConfig, EXAMPLES / "ppo_cpu.yaml", [*SMALL, f"ray.delivery={delivery}"])
     monkeypatch.setattr("roll.workers.role.Cluster", NotStarted)
     data: Any = SimpleNamespace(end_token_ids=(2,), tokenizer=load_prompt_data(config).tokenizer)
     placement: Any = SimpleNamespace()

@@ -12,13 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from roll.algorithms import cross_entropy
-from roll.config import KLSettings, MicroBatchSettings, ModelConfig, OptimizerSettings, ParallelSettings, PPOSettings
+from roll.algorithms import LossTerm, cross_entropy, entropy_term, kl_term, policy_term, total_loss, value_term
+from roll.config import MicroBatchSettings, ModelConfig, OptimizerSettings, ParallelSettings
 from roll.data.micro_batches import with_plan
 from roll.parallel.state import parallel_groups
 from roll.protocol import DataProto, MicroBatchPlan
 from roll.strategies import HfStrategy, MegatronTrainStrategy
-from roll.strategies.objectives import policy_objective, value_objective
 from tests.checkpoint.folder_of_tensors import assert_same_bytes, random_tensors, read_folder, write_folder
 from tests.rank_pool import RankPool
 from tests.strategies.tiny import TINY, make_batch, merge_stages, settings, weighted_nll, write_tiny
@@ -29,19 +28,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
-def ppo_settings(**changes: Any) -> PPOSettings:
-    base: dict[str, Any] = {
-        "steps": 1,
-        "prompts_per_step": 6,
-        "mini_batch_size": 6,
-        "entropy_coef": 0.1,
-        "kl": KLSettings(coef=0.0),
-    }
-    return PPOSettings(**(base | changes))
+def terms_of(objective: str, per: Any) -> list[LossTerm]:
+    """The loss of PPO's policy with an entropy bonus, of its critic, or of GRPO's policy."""
+    policy = policy_term(0.2, 0.2, per=per)
+    if objective == "value":
+        return [value_term(0.2, per=per)]
+    return [policy, kl_term(0.5, "k3", per=per)] if objective == "grpo" else [entropy_term(0.1, per=per), policy]
 
 
 def make_experience(seed: int = 0) -> DataProto:
-    """A batch with everything that PPO's losses read; old log-probs and values near, but not at, the model's."""
+    """A batch with everything that losses read; old log-probs and values near, but not at, the model's."""
     batch = make_batch()
     generator = torch.Generator().manual_seed(seed)
     shape = batch["weights"].shape
@@ -50,6 +46,7 @@ def make_experience(seed: int = 0) -> DataProto:
         return torch.randn(shape, generator=generator)
 
     learned = {"log_probs": noise() - 3.5, "values": noise(), "advantages": noise(), "returns": noise()}
+    learned["ref_log_probs"] = noise() - 3.5
     return batch.union(DataProto.from_dict(learned))
 
 
@@ -63,24 +60,32 @@ CUTS: list[tuple[int, tuple[Any, ...], tuple[Any, ...]]] = [
 
 
 def update_of_rank(
-    folder: Path, objective: str, mode: str, plan: MicroBatchPlan, layout: dict[str, Any]
+    folder: Path, objective: str, mode: Any, plan: MicroBatchPlan, layout: dict[str, Any]
 ) -> dict[str, Any]:
-    config = settings(folder, head="lm" if objective == "policy" else "value", **layout)
+    config = settings(folder, head="value" if objective == "value" else "lm", **layout)
     with parallel_groups(config.parallel) as state:
         strategy = MegatronTrainStrategy(config, state)
         strategy.initialize()
         if objective == "value":  # It starts at zero, and no gradient would pass through it to the layers.
             torch.nn.init.constant_(strategy.gpt.output_layer.weight, 0.1)
         share = make_experience().select_idxs(list(plan.rows[state.at.dp])).with_plan(plan)
-        loss = policy_objective if objective == "policy" else value_objective
-        metrics = strategy.train_step(share, partial(loss, ppo_settings(loss_agg=mode)))
+        metrics = strategy.train_step(share, partial(total_loss, terms_of(objective, mode)))
         return {"metrics": metrics, "gradients": merge_stages(dict(strategy.gradients()))}
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
-@pytest.mark.parametrize("objective", ["policy", "value"])
+@pytest.mark.parametrize(
+    ("objective", "mode"),
+    [
+        ("policy", "token-mean"),
+        ("policy", "seq-mean-token-sum"),
+        ("value", "token-mean"),
+        ("value", "seq-mean-token-mean"),
+        ("grpo", "seq-mean-token-mean"),
+        ("grpo", 7.0),
+    ],
+)
 def test_an_update_does_not_depend_on_ranks_and_micro_batches(
-    ranks: RankPool, folder: Path, objective: str, mode: str
+    ranks: RankPool, folder: Path, objective: str, mode: Any
 ) -> None:
     outcomes = []
     for dp, shares, rows in CUTS:

@@ -23,7 +23,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.config.ppo import Delivery
+from roll.config import Delivery
 from roll.data.plan import plan_micro_batches
 from roll.parallel.degrees import ParallelDegrees
 from roll.protocol import ROW_DELIVERIES, DataProto, DataProtoFuture, LossNormalizers, MicroBatchPlan

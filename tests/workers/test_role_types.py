@@ -12,9 +12,10 @@ from tests.isolation import ROOT
 PROGRAM = '''
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from roll.config import PPOSettings
+from roll.algorithms import LossTerm
 from roll.pipelines.roles import Roles
 from roll.protocol import DataProto
 from roll.strategies import Metrics
@@ -58,10 +59,11 @@ class Louder(Role, LouderWorker):
     """All ranks."""
 
 
-def drive(roles: Roles, echo: Louder, worker: ActorWorker, batch: DataProto, ppo: PPOSettings) -> None:
-    reveal_type(roles.actor.train_policy)  # a method
-    reveal_type(roles.actor.train_policy(batch, ppo))  # list
-    reveal_type(roles.actor.train_policy.submit(batch, ppo).result())  # list
+def drive(roles: Roles, echo: Louder, worker: ActorWorker, batch: DataProto, terms: Sequence[LossTerm]) -> None:
+    reveal_type(roles.actor.train)  # a method
+    reveal_type(roles.actor.train(batch, terms))  # list
+    reveal_type(roles.actor.train.submit(batch, terms).result())  # list
+    assert roles.critic is not None
     reveal_type(roles.critic.compute_values(batch))  # rows
     reveal_type(roles.critic.compute_values.submit_remote(batch).result())  # remote
     reveal_type(echo.first("a", times=2))  # str
@@ -69,19 +71,19 @@ def drive(roles: Roles, echo: Louder, worker: ActorWorker, batch: DataProto, ppo
     reveal_type(echo.add([1], [2]))  # ints
     reveal_type(echo.stages())  # ints
     reveal_type(echo.rows(as_batch(echo.rows.submit_remote(batch).result())))  # rows
-    reveal_type(worker.train_policy)  # rank
+    reveal_type(worker.train)  # rank
     roles.actor.save_hf(Path("model"))
 
 
-def refused(roles: Roles, echo: Louder, batch: DataProto, ppo: PPOSettings, placement: Placement) -> None:
-    roles.actor.train_policy(batch)  # missing
-    roles.actor.train_policy(ppo, batch)  # swapped
-    roles.actor.train_polcy(batch, ppo)  # misspelt
-    metrics: Metrics = roles.actor.train_policy(batch, ppo)  # not one
+def refused(roles: Roles, echo: Louder, batch: DataProto, terms: Sequence[LossTerm], placement: Placement) -> None:
+    roles.actor.train(batch)  # missing
+    roles.actor.train(terms, batch)  # swapped
+    roles.actor.trian(batch, terms)  # misspelt
+    metrics: Metrics = roles.actor.train(batch, terms)  # not one
     roles.reward.score(batch).scores  # not an attribute
     roles.reward.score.submit(batch).union(batch)  # not waited for
     roles.rollout.generate(batch, sead=3, seed=1)  # unknown keyword
-    roles.actor.train_policy.submit_remote(batch, ppo)  # no rows
+    roles.actor.train.submit_remote(batch, terms)  # no rows
     echo.rows(echo.rows.submit_remote(batch).result())  # remote rows
     echo.first(3)  # wrong type
     len(roles.reference.compute_log_probs(batch))  # maybe none
@@ -107,31 +109,31 @@ error_summary = False
 follow_imports = silent
 """
 """Other packages are left alone, torch above all: what they are does not matter here, and reading them takes half a
-minute. What derives from their classes (PPOSettings) is taken for anything else."""
+minute."""
 
 BATCH, REMOTE = "roll.protocol.data_proto.DataProto", "roll.protocol.future.DataProtoFuture"
 METRICS = "dict[str, float]"
+TERMS = "typing.Sequence[roll.algorithms.loss_term.LossTerm]"
 REVEALED = {
     "rank of its own": f"def (data: {BATCH}) -> {BATCH} | None",
-    "a method": f"roll.workers.method.RemoteMethod[[batch: {BATCH}, ppo: roll.config.algorithm.PPOSettings], "
-    f"list[{METRICS}]]",
+    "a method": f"roll.workers.method.RemoteMethod[[batch: {BATCH}, terms: {TERMS}], list[{METRICS}]]",
     "list": f"list[{METRICS}]",
     "rows": BATCH,
     "remote": REMOTE,
     "str": "str",
     "list of lists": "list[list[str]]",
     "ints": "list[int]",
-    "rank": f"def (batch: {BATCH}, ppo: roll.config.algorithm.PPOSettings) -> {METRICS}",
+    "rank": f"def (batch: {BATCH}, terms: {TERMS}) -> {METRICS}",
 }
 REFUSED = {
-    "missing": 'Missing positional argument "ppo"',
-    "swapped": 'incompatible type "DataProto"; expected "PPOSettings"',
-    "misspelt": '"Actor" has no attribute "train_polcy"',
+    "missing": 'Missing positional argument "terms"',
+    "swapped": 'incompatible type "DataProto"; expected "Sequence[LossTerm]"',
+    "misspelt": '"Actor" has no attribute "trian"',
     "not one": 'expression has type "list[dict[str, float]]", variable has type "dict[str, float]"',
     "not an attribute": '"DataProto" has no attribute "scores"',
     "not waited for": '"PendingCall[DataProto]" has no attribute "union"',
     "unknown keyword": 'Unexpected keyword argument "sead"',
-    "no rows": 'Invalid self argument "RemoteMethod[[DataProto, PPOSettings], list[dict[str, float]]]"',
+    "no rows": 'Invalid self argument "RemoteMethod[[DataProto, Sequence[LossTerm]], list[dict[str, float]]]"',
     "remote rows": 'incompatible type "DataProtoFuture"; expected "DataProto"',
     "wrong type": 'incompatible type "int"; expected "str"',
     "maybe none": 'Item "None" of "Reference | None" has no attribute "compute_log_probs"',

@@ -21,7 +21,7 @@ from roll.models.family_tensors import family_shapes
 from roll.parallel import ParallelDegrees
 from roll.workers import Dispatch, Placement, PlacementLayout, Role, Worker, WorkerFailed, register
 from roll.workers.rollout import RolloutWorker
-from roll.workers.weight_sync import WeightSource, sync_weights
+from roll.workers.weight_sync import WeightSource, WeightSync
 from tests.outside.table import Table, TableSettings
 from tests.strategies.tiny import TINY, write_tiny
 
@@ -122,8 +122,9 @@ def roles(local_ray: None, tmp_path: Path) -> Iterator[tuple[Any, Target]]:
 
 def test_all_weights_arrive_in_buckets_of_which_two_exist_at_most(roles: tuple[Any, Target]) -> None:
     source, target = roles
+    weights = WeightSync(source, target, bucket_bytes=LARGEST)
     for version in range(1, BREAKS_OFF):
-        sync_weights(source, target, version, bucket_bytes=LARGEST)
+        weights.sync()
         ((arrived, tensors, here, stored),) = target.found()
         assert arrived == version
         expected = tensors_of(100 * version)
@@ -133,6 +134,6 @@ def test_all_weights_arrive_in_buckets_of_which_two_exist_at_most(roles: tuple[A
         assert 1 <= stored <= 2, "one is taken while the next is made"
     assert max(source.most()) <= 1
     with pytest.raises(WorkerFailed, match="a rank of the trainer is away"):
-        sync_weights(source, target, BREAKS_OFF, bucket_bytes=LARGEST)
+        weights.sync()
     ((version, *_),) = target.found()
     assert version is None, "an engine with a part of an update has no weights"

@@ -1,19 +1,22 @@
-"""The config of a whole PPO run."""
+"""The config of a whole run of reinforcement learning."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, StringConstraints
+from pydantic import NonNegativeInt, PositiveFloat, StringConstraints
 
-from roll.config.algorithm import PPOSettings
+from roll.algorithms.algorithm import AlgorithmSettings
+from roll.algorithms.registry import make_algorithm, settings_of
+from roll.config.chosen import ChosenByName
 from roll.config.family_name import FamilyName
+from roll.config.loop import LoopSettings
 from roll.config.model import ModelConfig
 from roll.config.paths import PathSetting
-from roll.config.ppo_checks import ppo_checks
-from roll.config.problems import Check
+from roll.config.problems import Check, ConfigError, Problem
+from roll.config.ray_cluster import RaySettings
 from roll.config.roles import (
     ModelRoleSettings,
     ReferenceSettings,
@@ -21,37 +24,17 @@ from roll.config.roles import (
     RolloutSettings,
     TrainRoleSettings,
 )
-from roll.config.settings import Settings
 from roll.config.sft import SFTConfig
 from roll.config.strategy import DType, Head, StrategySettings
 from roll.config.task import TaskSettings
+from roll.pipelines.rl_checks import rl_checks
 
-Delivery = Literal["object_store", "broadcast"]
-Role = Literal["actor", "critic", "reference", "rollout"]
-
-
-class RaySettings(Settings):
-    """The Ray cluster that holds the roles."""
-
-    address: str | None = None
-    """Address of a running cluster; null: the one around this process if there is one, or else a local one."""
-    connect_timeout_s: PositiveFloat = 25
-    """Seconds within which a running cluster must answer."""
-    call_timeout_s: PositiveFloat = 3600
-    """Longest time in seconds that one call to a role may take."""
-    start_timeout_s: PositiveFloat = 300
-    """Seconds within which the processes of a role must have started."""
-    placement_timeout_s: PositiveFloat = 30
-    """Seconds for which a run waits for CPUs and devices that another run holds."""
-    delivery: Delivery = "object_store"
-    """Way of a batch's rows to the ranks that share it: all take them from Ray's object store, which is one memory
-    for all ranks of a host; or the leader does, and broadcasts them over the process groups."""
-    num_cpus: PositiveInt | None = None
-    """CPUs that a local cluster offers; null: those of the machine."""
+ModelRole = Literal["actor", "critic", "reference"]
+MODEL_ROLES: tuple[ModelRole, ...] = get_args(ModelRole)
 
 
-class PPOConfig(Settings):
-    """A whole PPO run. What it derives for each role: `config.strategy_settings("actor", model_path)`."""
+class RLConfig(LoopSettings):
+    """A whole run. What it derives for each role: `config.strategy_settings("actor", model_path)`."""
 
     name: Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$")]
     """Name of the run, and of its folder under `output_dir`."""
@@ -78,14 +61,12 @@ class PPOConfig(Settings):
     and only if, there is no model_path."""
     task: TaskSettings
     """Task that the model learns."""
-    ppo: PPOSettings
-    """The algorithm."""
+    algorithm: Annotated[AlgorithmSettings, ChosenByName(settings_of)]
+    """The algorithm, by its name, and its own settings; a role that it alone has is a section here."""
     actor: TrainRoleSettings
     """The policy."""
-    critic: TrainRoleSettings
-    """The value function."""
     reference: ReferenceSettings = ReferenceSettings()
-    """The frozen policy of the KL penalty."""
+    """The frozen policy that an algorithm's KL compares with."""
     rollout: RolloutSettings
     """Generation."""
     reward: RewardSettings = RewardSettings()
@@ -98,7 +79,7 @@ class PPOConfig(Settings):
     """Seconds for which ranks with a batch wait for those of their share that are not called."""
 
     def checks(self) -> Iterable[Check]:
-        return ppo_checks(self)
+        return rl_checks(self)
 
     @property
     def run_dir(self) -> Path:
@@ -123,24 +104,41 @@ class PPOConfig(Settings):
         """Whether code of the model folder may run; a warm start's final model has that of the folder it came from."""
         return self.trust_remote_code if self.warm_start is None else self.warm_start.model.trust_remote_code
 
-    def strategy_settings(self, role: Role, model_path: Path) -> StrategySettings:
+    @property
+    def model_roles(self) -> tuple[ModelRole, ...]:
+        """The model roles that the algorithm needs; no other is started."""
+        needed = make_algorithm(self.algorithm).roles
+        return tuple(role for role in MODEL_ROLES if role in needed)
+
+    def path_of(self, role: str) -> str:
+        """Where the settings of a role are: a section here, or one of the algorithm."""
+        return role if role in RLConfig.model_fields else f"algorithm.{role}"
+
+    def model_role(self, role: str) -> ModelRoleSettings:
+        """Settings of a role. Raises ConfigError if the algorithm has no section for one that is not here."""
+        if role in RLConfig.model_fields:
+            settings = getattr(self, role)
+        elif role in type(self.algorithm).model_fields:
+            settings = getattr(self.algorithm, role)
+        else:
+            settings = None
+        if not isinstance(settings, ModelRoleSettings):
+            message = f"{self.algorithm.name} needs this role, and has no section of settings for it"
+            raise ConfigError([Problem(self.path_of(role), message)])
+        return settings
+
+    def strategy_settings(self, role: ModelRole, model_path: Path) -> StrategySettings:
         """Settings that the strategy of `role` is built from.
 
         Args:
             model_path: folder of the model: `model_path`, or the one that the warm start made.
         """
         common: dict[str, Any] = {"model_path": model_path, "family": self.folder_family}
-        common |= {"dtype": self.dtype, "seed": self.seed}
-        if role == "rollout":
-            return StrategySettings(name="hf", temperature=self.temperature, **common)
-        common |= {"temperature": self.temperature, "batch_timeout_s": self.batch_timeout_s}
-        if role == "reference":
-            return StrategySettings(name=self.reference.strategy, **common, **_model_role(self.reference))
+        common |= {"dtype": self.dtype, "seed": self.seed, "temperature": self.temperature}
+        settings = self.model_role(role)
+        common |= {"parallel": settings.parallel, "micro_batch": settings.micro_batch}
+        common |= {"name": settings.strategy, "batch_timeout_s": self.batch_timeout_s}
+        if isinstance(settings, TrainRoleSettings):
+            common |= {"optimizer": settings.optimizer}
         head: Head = "value" if role == "critic" else "lm"
-        train = self.critic if role == "critic" else self.actor
-        common |= _model_role(train)
-        return StrategySettings(name=train.strategy, head=head, optimizer=train.optimizer, **common)
-
-
-def _model_role(settings: ModelRoleSettings) -> dict[str, Any]:
-    return {"parallel": settings.parallel, "micro_batch": settings.micro_batch}
+        return StrategySettings(head=head, **common)

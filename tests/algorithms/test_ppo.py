@@ -7,22 +7,35 @@ from typing import Any
 import pytest
 import torch
 
-from roll.config import KLSettings, PPOSettings
-from roll.pipelines.experience import add_advantages
+from roll.algorithms import KLSettings
+from roll.algorithms.ppo import PPO, PPOSettings
+from roll.config import OptimizerSettings, TrainRoleSettings
+from roll.pipelines.rl_metrics import response_metrics
 from roll.protocol import DataProto
+from roll.protocol.equality import same_value
 
 
-def ppo(**changes: Any) -> PPOSettings:
+def ppo(**changes: Any) -> PPO:
     base: dict[str, Any] = {
-        "steps": 1,
-        "prompts_per_step": 2,
-        "mini_batch_size": 2,
+        "critic": TrainRoleSettings(optimizer=OptimizerSettings(lr=1e-3)),
         "gamma": 0.5,
         "lam": 1.0,
         "whiten_advantages": False,
         "kl": KLSettings(coef=0.1),
     }
-    return PPOSettings(**(base | changes))
+    return PPO(PPOSettings(**(base | changes)))
+
+
+def learned_from(batch: DataProto, algorithm: PPO) -> tuple[DataProto, dict[str, float]]:
+    """The batch with what credit adds, and all metrics of the step."""
+    before = batch.clone()
+    credit = algorithm.credit(batch)
+    assert (
+        same_value(batch.to_dict(), before.to_dict())
+        and credit.fields.keys() == algorithm.makes
+        and credit.kept is None
+    )
+    return batch.update(credit.fields), response_metrics(batch) | dict(credit.metrics)
 
 
 def batch() -> DataProto:
@@ -41,7 +54,7 @@ def batch() -> DataProto:
 
 
 def test_advantages_and_metrics_by_hand() -> None:
-    learned, metrics = add_advantages(batch(), ppo(), kl_coef=0.1)
+    learned, metrics = learned_from(batch(), ppo())
     # Row 0: k1 is 0.5, 0.0, so rewards are -0.05 and 1. Row 1: k1 is 2, the reward -4 - 0.2.
     # delta(1) = 1 - 0.4 = 0.6; delta(0) = -0.05 + 0.5 * 0.4 - 0.2 = -0.05; A(0) = -0.05 + 0.5 * 0.6 = 0.25.
     expected = torch.tensor([[0.0, 0.25, 0.6], [0.0, -4.7, 0.0]])
@@ -56,13 +69,13 @@ def test_advantages_and_metrics_by_hand() -> None:
 
 
 def test_scores_are_clipped_but_reported_as_they_are() -> None:
-    learned, metrics = add_advantages(batch(), ppo(reward_clip=2.0), kl_coef=0.0)
+    learned, metrics = learned_from(batch(), ppo(reward_clip=2.0, kl=KLSettings(coef=0.0)))
     assert learned["returns"][1, 1] == pytest.approx(-2.0)
     assert metrics["reward"] == pytest.approx(-1.5)
 
 
 def test_whitened_advantages_have_mean_zero_and_variance_one() -> None:
-    learned, _ = add_advantages(batch(), ppo(whiten_advantages=True), kl_coef=0.1)
+    learned, _ = learned_from(batch(), ppo(whiten_advantages=True))
     kept = learned["advantages"][batch()["response_mask"][:, 1:].bool()]
     assert float(kept.mean()) == pytest.approx(0.0, abs=1e-6)
     assert float(kept.var(unbiased=False)) == pytest.approx(1.0, rel=1e-4)
@@ -90,13 +103,13 @@ def twenty_tokens(log_ratio: float) -> DataProto:
 def test_one_enormous_log_ratio_leaves_all_advantages_finite() -> None:
     # k3 of 100 is 10: the first token's reward is -0.1 * 10, and with gamma 1 its advantage 1 - 1 = 0.
     settings = {"gamma": 1.0, "kl": KLSettings(coef=0.1, estimator="k3")}
-    learned, metrics = add_advantages(twenty_tokens(100.0), ppo(**settings), kl_coef=0.1)
+    learned, metrics = learned_from(twenty_tokens(100.0), ppo(**settings))
     expected = torch.tensor([[1.0], [-1.0], [1.0], [-1.0]]).expand(4, 5).clone()
     expected[0, 0] = 0.0
     torch.testing.assert_close(learned["advantages"], expected)
     assert metrics["kl"] == pytest.approx(10 / 4)
     # Mean -1/20, mean square 19/20.
-    whitened, _ = add_advantages(twenty_tokens(100.0), ppo(**settings, whiten_advantages=True), kl_coef=0.1)
+    whitened, _ = learned_from(twenty_tokens(100.0), ppo(**settings, whiten_advantages=True))
     torch.testing.assert_close(whitened["advantages"], (expected + 0.05) / (0.95 - 0.05**2) ** 0.5)
 
 
@@ -104,11 +117,11 @@ def test_without_a_penalty_the_reference_is_not_looked_at() -> None:
     settings = ppo(gamma=1.0, whiten_advantages=True, kl=KLSettings(coef=0.0, estimator="k3"))
     expected = torch.tensor([[1.0], [-1.0], [1.0], [-1.0]]).expand(4, 5)
     for log_ratio in (100.0, float("inf")):
-        learned, metrics = add_advantages(twenty_tokens(log_ratio), settings, kl_coef=0.0)
+        learned, metrics = learned_from(twenty_tokens(log_ratio), settings)
         torch.testing.assert_close(learned["advantages"], expected)
         assert "kl" not in metrics and metrics["kl_coef"] == 0.0
     rest = [name for name in twenty_tokens(0.0).tensors if name != "ref_log_probs"]
-    learned, _ = add_advantages(twenty_tokens(0.0).select(rest), settings, kl_coef=0.0)
+    learned, _ = learned_from(twenty_tokens(0.0).select(rest), settings)
     torch.testing.assert_close(learned["advantages"], expected)
 
 
@@ -119,4 +132,4 @@ def test_what_is_not_finite_is_refused_with_its_row(name: str, value: float) -> 
     faulty[name][1, ...] = value
     settings = ppo(reward_clip=2.0)  # It would turn an infinite score into 2.
     with pytest.raises(ValueError, match=rf"^{name}: row 1 has {value}, which is not finite$"):
-        add_advantages(faulty, settings, kl_coef=0.1)
+        settings.credit(faulty)

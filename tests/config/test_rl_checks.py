@@ -8,18 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from roll.config import ModelConfig, PPOConfig, load_config
+from roll.config import ModelConfig, load_config
+from roll.pipelines.rl_config import RLConfig
 from tests.families import LISTED
 
 Complaints = Callable[..., list[str]]
 
-ROWS = "ppo.prompts_per_step 8 x ppo.responses_per_prompt 3 = 24 rows"
+ROWS = "prompts_per_step 8 x responses_per_prompt 3 = 24 rows"
 ROW = "task.max_prompt_tokens 40 + rollout.max_new_tokens 8 = 48"
 
 REFUSALS = {
     # degrees and the model
     "actor.world_size=3": ["actor.world_size: 3 is not a multiple of parallel.tp 2 x pp 1 x cp 1 = 2"],
-    "critic.parallel.pp=2": ["critic.world_size: 1 is not a multiple of parallel.tp 1 x pp 2 x cp 1 = 2"],
+    "algorithm.critic.parallel.pp=2": [
+        "algorithm.critic.world_size: 1 is not a multiple of parallel.tp 1 x pp 2 x cp 1 = 2"
+    ],
     "reference.parallel.pp=2": ["reference.world_size: 1 is not a multiple of parallel.tp 1 x pp 2 x cp 1 = 2"],
     "warm_start.parallel.pp=2": ["warm_start.world_size: 1 is not a multiple of parallel.tp 1 x pp 2 x cp 1 = 2"],
     "warm_start.model.config.num_attention_heads=4 actor.parallel.tp=8 actor.world_size=8": [
@@ -55,18 +58,18 @@ REFUSALS = {
         "actor.parallel.cp: 3 neither divides the model's num_key_value_heads 4 / tp 2 nor is a multiple of it; "
         "2 would fit, or cp_comm all_gather or ring",
     ],
-    "critic.parallel.mode=fsp": [
-        "critic.parallel.mode: fsp splits the sequence over tp, which must be more than 1; got tp 1"
+    "algorithm.critic.parallel.mode=fsp": [
+        "algorithm.critic.parallel.mode: fsp splits the sequence over tp, which must be more than 1; got tp 1"
     ],
-    "critic.parallel={mode: isp, sp: 2, wp: 8} critic.world_size=4": [
-        "critic.parallel.wp: 8 does not divide the ranks of a stage, 4 ranks / pp 1 = 4; 4 would fit"
+    "algorithm.critic.parallel={mode: isp, sp: 2, wp: 8} algorithm.critic.world_size=4": [
+        "algorithm.critic.parallel.wp: 8 does not divide the ranks of a stage, 4 ranks / pp 1 = 4; 4 would fit"
     ],
     "actor.parallel.rank_order=tp-dp-pp": [
         "actor.parallel.rank_order: must name each of tp, cp, ep, dp, pp once, got 'tp-dp-pp'"
     ],
     # the batch
-    "ppo.mini_batch_size=10": [f"ppo.mini_batch_size: 10 does not divide {ROWS}"],
-    "task.train_size=7": ["task.train_size: 7 is less than ppo.prompts_per_step 8"],
+    "mini_batch_size=10": [f"mini_batch_size: 10 does not divide {ROWS}"],
+    "task.train_size=7": ["task.train_size: 7 is less than prompts_per_step 8"],
     # lengths
     "rollout.max_new_tokens=25": [
         "task.max_prompt_tokens: task.max_prompt_tokens 40 + rollout.max_new_tokens 25 = 65, "
@@ -82,8 +85,8 @@ REFUSALS = {
         "actor.micro_batch: exactly one of max_tokens and rows must be set, the other null; "
         "got max_tokens 100 and rows 2"
     ],
-    "critic.micro_batch={rows: null, max_tokens: null}": [
-        "critic.micro_batch: exactly one of max_tokens and rows must be set, the other null; got neither"
+    "algorithm.critic.micro_batch={rows: null, max_tokens: null}": [
+        "algorithm.critic.micro_batch: exactly one of max_tokens and rows must be set, the other null; got neither"
     ],
     # the model's source
     "warm_start.model.config=null": [
@@ -105,24 +108,28 @@ REFUSALS = {
     "warm_start.seq_len=65": ["warm_start.seq_len: 65 is over the model's context of 64 tokens"],
     # roles
     "actor.strategy=megatron_infer": ["actor.strategy: must be 'megatron_train', got 'megatron_infer'"],
-    "critic.strategy=deepspeed": ["critic.strategy: must be 'megatron_train', got 'deepspeed'"],
+    "algorithm.critic.strategy=deepspeed": ["algorithm.critic.strategy: must be 'megatron_train', got 'deepspeed'"],
     "reference.strategy=megatron_train": ["reference.strategy: must be 'megatron_infer', got 'megatron_train'"],
     "rollout.engine={name: vllm}": [
-        "rollout.engine.name: must be 'transformers', or module:Name of your own, got 'vllm'"
+        "rollout.engine.name: must be 'transformers', or module:Name of an engine of your own, got 'vllm'"
     ],
     "actor.optimizer=null": ["actor.optimizer: must be a section of settings, got null"],
-    "critic={world_size: 1, optimizer: {lr: 0.0}}": ["critic.optimizer.lr: must be greater than 0, got 0.0"],
-    "critic.optimizer.schedule=cosine": ["critic.optimizer.total_steps: schedule 'cosine' needs it, got null"],
-    "critic.optimizer.min_lr=1": ["critic.optimizer.min_lr: 1.0 is above lr 0.0001"],
+    "algorithm.critic={world_size: 1, optimizer: {lr: 0.0}}": [
+        "algorithm.critic.optimizer.lr: must be greater than 0, got 0.0"
+    ],
+    "algorithm.critic.optimizer.schedule=cosine": [
+        "algorithm.critic.optimizer.total_steps: schedule 'cosine' needs it, got null"
+    ],
+    "algorithm.critic.optimizer.min_lr=1": ["algorithm.critic.optimizer.min_lr: 1.0 is above lr 0.0001"],
     "actor.optimizer={warmup_steps: 9, total_steps: 8}": ["actor.optimizer.warmup_steps: 9 is more than total_steps 8"],
     # the algorithm
-    "ppo.kl.target=null": ["ppo.kl.target: kind 'adaptive' needs it, got null"],
-    "ppo.kl.coef=0": ["ppo.kl.coef: kind 'adaptive' scales it, so it must be above 0, got 0.0"],
-    "ppo.kl.horizon=4.8": [
-        f"ppo.kl.horizon: 4.8 is not above 0.2 times {ROWS}; the weight could turn negative",
+    "algorithm.kl.target=null": ["algorithm.kl.target: kind 'adaptive' needs it, got null"],
+    "algorithm.kl.coef=0": ["algorithm.kl.coef: kind 'adaptive' scales it, so it must be above 0, got 0.0"],
+    "algorithm.kl.horizon=4.8": [
+        f"algorithm.kl.horizon: 4.8 is not above 0.2 times {ROWS}; the weight could turn negative",
     ],
-    "ppo.prompts_per_step=20 ppo.responses_per_prompt=1 ppo.mini_batch_size=20 ppo.kl.horizon=4": [
-        "ppo.kl.horizon: 4.0 is not above 0.2 times ppo.prompts_per_step 20 x ppo.responses_per_prompt 1 = 20 rows; "
+    "prompts_per_step=20 responses_per_prompt=1 mini_batch_size=20 algorithm.kl.horizon=4": [
+        "algorithm.kl.horizon: 4.0 is not above 0.2 times prompts_per_step 20 x responses_per_prompt 1 = 20 rows; "
         "the weight could turn negative",
     ],
     "reward.function=my_reward": ["reward.function: must look like package.module:function, got 'my_reward'"],
@@ -151,8 +158,8 @@ def test_refusal(complaints: Complaints, overrides: str) -> None:
 
 
 def test_base_is_accepted(base: Path) -> None:
-    config = load_config(PPOConfig, base)
-    assert config.ppo.rows_per_step == 24
+    config = load_config(RLConfig, base)
+    assert config.rows_per_step == 24
 
 
 @pytest.mark.parametrize(
@@ -160,18 +167,24 @@ def test_base_is_accepted(base: Path) -> None:
     [
         ["actor.parallel.tp=1", "actor.parallel.pp=2"],
         ["actor.world_size=8", "actor.parallel.mode=msp"],
-        ["actor.micro_batch={rows: 1, max_tokens: null}", "ppo.kl={kind: fixed, coef: 0, target: null, horizon: 1}"],
-        ["rollout.max_new_tokens=24", "critic.micro_batch.max_tokens=64"],  # exactly the context, exactly one row
-        ["task.train_size=8", "ppo.mini_batch_size=24", "ppo.kl.horizon=4.81"],
+        [
+            "actor.micro_batch={rows: 1, max_tokens: null}",
+            "algorithm.kl={kind: fixed, coef: 0, target: null, horizon: 1}",
+        ],
+        [
+            "rollout.max_new_tokens=24",
+            "algorithm.critic.micro_batch.max_tokens=64",
+        ],  # exactly the context, exactly one row
+        ["task.train_size=8", "mini_batch_size=24", "algorithm.kl.horizon=4.81"],
         ["actor.micro_batch.rows=1"],  # the budget of tokens was never asked for
         ["task.prompt='{expression} ='"],
         # Rows that do not divide over the ranks of a role, and fewer of them than ranks.
-        ["critic.world_size=5", "reference.world_size=7", "actor.world_size=16", "rollout.world_size=5"],
-        ["critic.world_size=16", "rollout.world_size=30", "task.eval_size=7"],
+        ["algorithm.critic.world_size=5", "reference.world_size=7", "actor.world_size=16", "rollout.world_size=5"],
+        ["algorithm.critic.world_size=16", "rollout.world_size=30", "task.eval_size=7"],
     ],
 )
 def test_limits_that_just_fit(base: Path, overrides: list[str]) -> None:
-    load_config(PPOConfig, base, overrides)
+    load_config(RLConfig, base, overrides)
 
 
 def test_a_model_folder_gives_the_architecture(base: Path, complaints: Complaints, model: ModelConfig) -> None:
@@ -181,7 +194,7 @@ def test_a_model_folder_gives_the_architecture(base: Path, complaints: Complaint
     assert complaints(*source) == [f"model_path: {folder}: the model folder has no config.json"]
 
     (folder / "config.json").write_text(json.dumps(model.to_hf_dict()), encoding="utf-8")
-    assert load_config(PPOConfig, base, source).architecture == model
+    assert load_config(RLConfig, base, source).architecture == model
     assert complaints(*source, "actor.parallel.tp=8", "actor.world_size=8") == [
         "actor.parallel.tp: 8 does not divide the model's num_key_value_heads 4; 4 would fit"
     ]
@@ -195,4 +208,4 @@ def test_a_model_folder_gives_the_architecture(base: Path, complaints: Complaint
 
 @pytest.fixture
 def model(base: Path) -> ModelConfig:
-    return load_config(PPOConfig, base).architecture
+    return load_config(RLConfig, base).architecture

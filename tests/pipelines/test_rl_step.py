@@ -9,19 +9,26 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from rich.console import Console
 
-from roll.config import PPOConfig, load_config
+from roll.algorithms import Credit, LossTerm, entropy_term
+from roll.algorithms.grpo import GRPO
+from roll.algorithms.registry import make_algorithm
+from roll.config import load_config
 from roll.data.prompts import PromptSampler
 from roll.environments.environment import Turn
 from roll.environments.episodes import Finished
 from roll.generation.batches import pack_responses
 from roll.generation.records import Response, Stop
-from roll.pipelines.ppo import PPOPipeline, rate_zero_notes
 from roll.pipelines.prompt_data import load_prompt_data
+from roll.pipelines.rl import RLPipeline
+from roll.pipelines.rl_config import RLConfig
+from roll.pipelines.rl_metrics import rate_zero_notes
 from roll.pipelines.roles import Roles, ranks_of_roles
 from roll.pipelines.tracker import RunTracker
 from roll.protocol import DataProto
+from tests.pipelines.grpo_run import grpo_config
 from tests.pipelines.small_run import EXAMPLES, SMALL
 
 
@@ -66,34 +73,88 @@ def generate(requests: DataProto, **_: Any) -> DataProto:
     return pack_responses([Response(row, (7, 2), None, Stop.END, 1) for row in range(len(requests))], 6)
 
 
+def generating_roles() -> dict[str, ScriptedRole]:
+    """The roles that play episodes."""
+    return {
+        "rollout": ScriptedRole("rollout", generate=generate, open_update=None, close_update=None),
+        "reward": ScriptedRole("reward", begin=begin, step=step),
+    }
+
+
+SENDS_NOTHING = {"declare": {}, "next_bucket": [None]}
+
+
 def step_metrics(tmp_path: Path, actor_steps: list[dict[str, float]], *overrides: str) -> dict[str, float]:
     """The metrics of a first step whose four optimizer steps of the actor report `actor_steps`."""
-    config = load_config(PPOConfig, EXAMPLES / "ppo_cpu.yaml", [*SMALL, *overrides])
+    config = load_config(RLConfig, EXAMPLES / "ppo_cpu.yaml", [*SMALL, *overrides])
     data = load_prompt_data(config)
     reported = iter(actor_steps)
     roles = {
         "actor": ScriptedRole(
             "actor",
             compute_log_probs=per_token(log_probs=-2.0, entropy=1.5),
-            train_policy=lambda *args: [next(reported)],
-            declare={},
-            next_bucket=[None],
+            train=lambda *args: [next(reported)],
+            **SENDS_NOTHING,
         ),
-        "critic": ScriptedRole("critic", compute_values=per_token(values=0.5), train_values=[{"loss": 3.0}]),
+        "critic": ScriptedRole("critic", compute_values=per_token(values=0.5), train=[{"loss": 3.0}]),
         "reference": ScriptedRole("reference", compute_log_probs=per_token(log_probs=-2.5))
         if "reference" in ranks_of_roles(config)
         else None,
-        "rollout": ScriptedRole("rollout", generate=generate, open_update=None, close_update=None),
-        "reward": ScriptedRole("reward", begin=begin, step=step),
+        **generating_roles(),
     }
     tracker = RunTracker(tmp_path, config_yaml="", total_steps=1, title="", console=Console(file=io.StringIO()))
     with tracker:
-        pipeline = PPOPipeline(config, data, Roles(**cast(dict[str, Any], roles)), tracker)
+        pipeline = RLPipeline(config, data, Roles(**cast(dict[str, Any], roles)), tracker)
         metrics, tokens = pipeline.step(1)
     sampled = data.train.select_idxs(next(PromptSampler(64, 8, config.seed)))
     assert tokens == 2 * (int(sampled["attention_mask"].sum()) + 8 * 2)
     assert next(reported, None) is None
     return metrics
+
+
+class KeepsTheFirst(GRPO):
+    """Learns from the first response of each group, and reads nothing of the policy that sampled."""
+
+    def credit(self, batch: DataProto) -> Credit:
+        assert batch["group"].tolist() == [i // 2 for i in range(16)]
+        first = torch.arange(len(batch)) % 2 == 0
+        return Credit({"advantages": torch.ones(len(batch), batch["response_mask"].shape[1] - 1)}, kept=first)
+
+    def losses(self) -> dict[str, list[LossTerm]]:
+        return {"actor": [LossTerm(function=entropy_term(1.0, per=1.0).function, reads=frozenset({"advantages"}))]}
+
+
+def test_an_algorithm_gets_the_roles_and_fields_that_it_declares_and_no_others(tmp_path: Path) -> None:
+    """The scripted actor knows neither look-ups nor other names; there is no critic and no reference."""
+    name = f"algorithm={{name: '{__name__}:KeepsTheFirst', kl_coef: 0}}"
+    config = grpo_config(name)
+    assert ranks_of_roles(config).keys() == {"actor", "rollout", "reward"}
+    data = load_prompt_data(config)
+    sent: list[DataProto] = []
+
+    def train(batch: DataProto, terms: list[LossTerm]) -> list[dict[str, float]]:
+        sent.append(batch)
+        return [{"loss": 2.0}]
+
+    roles = {
+        "actor": ScriptedRole("actor", train=train, **SENDS_NOTHING),
+        "critic": None,
+        "reference": None,
+        **generating_roles(),
+    }
+    with RunTracker(tmp_path, config_yaml="", total_steps=1, title="", console=Console(file=io.StringIO())) as tracker:
+        metrics, _ = RLPipeline(config, data, Roles(**cast(dict[str, Any], roles)), tracker).step(1)
+    assert metrics == {"reward": 1.0, "exact_match": 1.0, "response_length": 2.0, "loss": 2.0}
+    assert {frozenset(batch.tensors) for batch in sent} == {
+        frozenset({"input_ids", "attention_mask", "response_mask", "advantages"})
+    }
+    learned = torch.cat([batch["response_mask"].sum(dim=1) for batch in sent])
+    assert sorted(learned.tolist()) == [0] * 16 + [2] * 16  # Two passes over 8 responses of two tokens.
+
+
+def test_the_actor_waits_for_the_critic(tmp_path: Path) -> None:
+    warm_up = "algorithm.critic_warmup_steps=1"
+    assert step_metrics(tmp_path, [], warm_up)["critic/loss"] == pytest.approx(3.0)
 
 
 def test_the_entropy_of_a_step_is_the_sampling_policys(tmp_path: Path) -> None:
@@ -116,20 +177,20 @@ def test_a_skipped_optimizer_step_may_report_less(tmp_path: Path) -> None:
 
 def test_without_a_penalty_there_is_no_reference(tmp_path: Path) -> None:
     updates = [{"loss": 1.0}] * 4
-    metrics = step_metrics(tmp_path, updates, "ppo.kl={kind: fixed, coef: 0.0}")
+    metrics = step_metrics(tmp_path, updates, "algorithm.kl={kind: fixed, coef: 0.0}")
     assert metrics["kl_coef"] == 0 and "kl" not in metrics
     # Two tokens, each with k1 = -2.0 + 2.5.
-    assert step_metrics(tmp_path, updates, "ppo.kl={kind: fixed, coef: 0.001}")["kl"] == pytest.approx(1.0)
+    assert step_metrics(tmp_path, updates, "algorithm.kl={kind: fixed, coef: 0.001}")["kl"] == pytest.approx(1.0)
 
 
 def test_a_run_that_is_longer_than_its_schedule_says_so_at_the_start() -> None:
     # 10 steps of 16 rows in mini-batches of 8, in two passes: 40 updates of the critic, 36 of the actor.
     def notes(total_steps: int, min_lr: float = 0.0) -> list[str]:
         schedule = f"{{warmup_steps: 0, schedule: linear, total_steps: {total_steps}, min_lr: {min_lr}}}"
-        run = ["ppo.steps=10", "ppo.epochs=2", "ppo.critic_warmup_steps=1"]
-        optimizers = [f"{role}.optimizer={schedule}" for role in ("actor", "critic")]
-        config = load_config(PPOConfig, EXAMPLES / "ppo_cpu.yaml", [*SMALL, *run, *optimizers])
-        return list(rate_zero_notes(config))
+        run = ["steps=10", "epochs=2", "algorithm.critic_warmup_steps=1"]
+        optimizers = [f"{role}.optimizer={schedule}" for role in ("actor", "algorithm.critic")]
+        config = load_config(RLConfig, EXAMPLES / "ppo_cpu.yaml", [*SMALL, *run, *optimizers])
+        return list(rate_zero_notes(config, make_algorithm(config.algorithm)))
 
     assert notes(40) == notes(8, min_lr=1e-5) == []
     reason = "schedule linear ended at total_steps 36 with min_lr 0.0. A larger total_steps or min_lr goes on."

@@ -1,0 +1,106 @@
+"""The seam of an algorithm: its settings, the roles it needs, how it assigns credit, and the losses it trains with.
+
+An algorithm is one file. It declares; `roll.pipelines.rl` runs it. The fields that a run can have, and which role makes
+them, are listed in `roll.pipelines.data_flow`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, get_type_hints
+
+from roll.config.loop import LoopSettings
+from roll.config.problems import Check
+from roll.config.settings import Settings
+from roll.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from roll.algorithms.loss_term import LossTerm
+    from roll.protocol import DataProto
+
+
+class AlgorithmSettings(Settings):
+    """What every algorithm's settings have. A role that only this algorithm has is a section here, under its name."""
+
+    name: str
+    """The algorithm: a file of `roll/algorithms`, or module:Name of a class of your own."""
+
+    def checks_in(self, loop: LoopSettings) -> Iterable[Check]:
+        """Checks between these settings and those of the loop. Paths of their problems begin at the whole config."""
+        return ()
+
+
+@dataclass(frozen=True)
+class Credit:
+    """What a step's responses are worth."""
+
+    fields: Mapping[str, Tensor]
+    """New fields of the batch, `[B, ...]`, that loss terms read."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What is logged of the step."""
+    kept: Tensor | None = None
+    """`[B]` bool: the responses that are learned from; None: all. Those that are not count in no normaliser."""
+
+
+class Algorithm(ABC):
+    """An algorithm of reinforcement learning. A subclass says with an annotation which settings are its own:
+
+        class Reinforce(Algorithm):
+            settings: ReinforceSettings
+            reads = {"scores", "response_mask"}
+            makes = {"advantages"}
+
+    One object lives on the driver for the whole run.
+    """
+
+    settings: AlgorithmSettings
+
+    def __init__(self, settings: AlgorithmSettings) -> None:
+        self.settings = settings
+
+    @property
+    def roles(self) -> Set[str]:
+        """Model roles that are started: actor, and critic and reference where they are named."""
+        return {"actor"}
+
+    @property
+    @abstractmethod
+    def reads(self) -> Set[str]:
+        """Fields of the batch that `credit` reads; loss terms declare their own."""
+
+    @property
+    @abstractmethod
+    def makes(self) -> Set[str]:
+        """Fields that `credit` adds."""
+
+    @abstractmethod
+    def credit(self, batch: DataProto) -> Credit:
+        """Credit of the responses of a step, `[B, S]`, computed on the driver.
+
+        Pure: `batch` is not changed, and two calls give the same.
+
+        Raises ValueError for scores or answers of a model that are not finite.
+        """
+
+    @abstractmethod
+    def losses(self) -> Mapping[str, Sequence[LossTerm]]:
+        """The terms of the loss of each role that is trained, in the order in which the roles take a mini-batch."""
+
+    def trains(self, role: str, step: int) -> bool:
+        """Whether the role is trained in this step, counted from 1."""
+        return True
+
+    def observe(self, metrics: Mapping[str, float], responses: int) -> None:  # noqa: B027 (most have nothing to adapt)
+        """Take in the metrics of `credit` of a step with this many responses: what adapts, adapts here."""
+
+    @classmethod
+    def settings_type(cls) -> type[AlgorithmSettings]:
+        """The class of `settings`. Raises UserError if the annotation is no AlgorithmSettings."""
+        settings = get_type_hints(cls)["settings"]
+        if not (isinstance(settings, type) and issubclass(settings, AlgorithmSettings)):
+            raise UserError(f"{cls.__name__}.settings is annotated with {settings!r}, which is no AlgorithmSettings")
+        return settings

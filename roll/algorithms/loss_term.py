@@ -1,0 +1,36 @@
+"""A term of a loss, as an algorithm declares it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from roll.protocol import DataProto
+    from roll.strategies.output import ModelOutput
+
+LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+Normalizer = LossAggregation | float
+"""What the token losses of a step are divided by; see `aggregate_loss`. A number divides their plain sum."""
+
+TokenLoss = tuple["Tensor", dict[str, "Tensor"]]
+"""A loss per token, `[b, S-1]`, and metrics per token by name, of which the mean over the tokens of a step is logged.
+Values where `response_mask[:, 1:]` is 0 do not count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossTerm:
+    """One summand of the loss of a role. It is pickled on its way to the ranks."""
+
+    function: Callable[[DataProto, ModelOutput], TokenLoss]
+    """Pure function of a micro-batch and the model's answers about it."""
+    reads: frozenset[str] = frozenset()
+    """Fields of the micro-batch that it reads beside `input_ids`, `attention_mask` and `response_mask`; no others are
+    sent."""
+    per: Normalizer = "token-mean"
+    """What its sum is divided by."""
+    weight: float = 1.0
+    """Factor in the sum of terms."""

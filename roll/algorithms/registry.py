@@ -1,0 +1,59 @@
+"""Finds an algorithm by its name: one of this package's files, or a class of a user's own."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from pathlib import Path
+
+from roll.algorithms.algorithm import Algorithm, AlgorithmSettings
+from roll.errors import UserError
+from roll.named import load_named, unknown_name
+
+SHARED = frozenset(
+    {
+        "aggregate",
+        "algorithm",
+        "gae",
+        "groups",
+        "kl",
+        "kl_control",
+        "loss_term",
+        "losses",
+        "masking",
+        "registry",
+        "terms",
+    }
+)
+"""Files of this package that are no algorithm."""
+
+ALGORITHMS = tuple(
+    sorted(module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]) if module.name not in SHARED)
+)
+"""Names of the algorithms of this package."""
+
+
+def find_algorithm(name: str) -> type[Algorithm]:
+    """The class that `name` stands for: a file of this package, or `module:Name` of a user's own `Algorithm`.
+
+    Raises UserError if there is none.
+    """
+    if ":" in name:
+        found = load_named(name, "algorithm", "Algorithm")
+        if not (isinstance(found, type) and issubclass(found, Algorithm)):
+            raise UserError(f"algorithm {name!r} is no subclass of roll.algorithms.Algorithm")
+        return found
+    if name not in ALGORITHMS:
+        raise unknown_name(name, ALGORITHMS, "an algorithm")
+    algorithm: type[Algorithm] = importlib.import_module(f"roll.algorithms.{name}").ALGORITHM
+    return algorithm
+
+
+def settings_of(name: str) -> type[AlgorithmSettings]:
+    """The class of the settings of an algorithm. Raises UserError as `find_algorithm` does."""
+    return find_algorithm(name).settings_type()
+
+
+def make_algorithm(settings: AlgorithmSettings) -> Algorithm:
+    """The algorithm that these settings name."""
+    return find_algorithm(settings.name)(settings)
