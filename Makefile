@@ -5,7 +5,7 @@
 # PIP_EXTRA  more options for pip install. The pinned torch exists on PyPI as a CUDA build of several GB;
 #            on a Linux machine without a GPU take the CPU build from PyTorch's own index:
 #            make test PIP_EXTRA='--extra-index-url https://download.pytorch.org/whl/cpu'
-# ARGS       what follows the command line: make ppo ARGS='ppo.steps=5', make test ARGS='-m "not slow"'
+# ARGS       what follows the command line: make ppo ARGS='steps=5', make test ARGS='-m "not slow"'
 
 PYTHON    ?= $(shell command -v python3.11 || command -v python3 || echo python3.11)
 PIP_EXTRA ?=
@@ -17,7 +17,7 @@ CODE  := $(wildcard roll tests examples benchmarks docs)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help .venv ppo ppo-pp2 sft sft-text test check format clean
+.PHONY: help .venv ppo ppo-pp2 grpo sft sft-text test check format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[.a-z0-9-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -36,7 +36,10 @@ ppo: $(STAMP) ## PPO on a small task from the model of make sft, which runs firs
 ppo-pp2: $(STAMP) ## the same run at pipeline parallel 2
 	$(BIN)/python examples/run_ppo.py --config examples/ppo_cpu_pp2.yaml $(ARGS)
 
-sft: $(STAMP) ## supervised training of a small model from random weights; make ppo starts from its model
+grpo: $(STAMP) ## GRPO on the same task, from the same model
+	$(BIN)/python examples/run_ppo.py --config examples/grpo_cpu.yaml $(ARGS)
+
+sft: $(STAMP) ## supervised training of a small model from random weights; make ppo and make grpo start from its model
 	$(BIN)/python examples/run_sft.py --config examples/sft_cpu.yaml $(ARGS)
 
 sft-text: $(STAMP) ## the same on the text of this repository

@@ -43,7 +43,7 @@ class Credit:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What is logged of the step."""
     kept: Tensor | None = None
-    """`[B]` bool: the responses that are learned from; None: all. Those that are not count in no normaliser."""
+    """`[B]` bool: the responses that are learned from; None: all. The others count in no normaliser."""
 
 
 class Algorithm(ABC):

@@ -112,7 +112,9 @@ class Generator(ABC):
             raise UserError(f"engine {type(self).__name__} cannot generate: {self._lack}")
         for request in requests:
             length, limit = len(request.token_ids) + request.sampling.max_new_tokens, self.model.max_tokens
-            if length > limit or not request.token_ids:
+            if not request.token_ids:
+                raise UserError(f"request {request.row} has no tokens to continue")
+            if length > limit:
                 raise UserError(f"request {request.row}: {length} tokens with its response, the limit is {limit}")
         waiting = {request.row: request for request in requests}
         for response in self.answer(requests):

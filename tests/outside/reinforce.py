@@ -42,9 +42,8 @@ class Reinforce(Algorithm):
         self.baseline = decay * self.baseline + (1 - decay) * metrics["score"]
 
     def losses(self) -> dict[str, list[LossTerm]]:
-        return {
-            "actor": [LossTerm(function=policy_gradient, reads=frozenset({"advantages"}), per=self.settings.longest)]
-        }
+        term = LossTerm(function=policy_gradient, reads=frozenset({"advantages"}), per=self.settings.longest)
+        return {"actor": [term]}
 
 
 def policy_gradient(data: DataProto, output: ModelOutput) -> tuple[Tensor, dict[str, Tensor]]:

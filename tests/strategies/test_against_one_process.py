@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from roll.algorithms import LossTerm, total_loss
+from roll.algorithms.grpo import GRPO, GRPOSettings
 from roll.models.hf_mapping import mapped_parameters
 from roll.parallel.state import parallel_groups
 from roll.protocol import DataProto
@@ -26,7 +28,6 @@ from tests.strategies.tiny import (
     merge_stages,
     settings,
     share_of,
-    weighted_nll,
     weighted_value_error,
     write_tiny,
 )
@@ -120,20 +121,42 @@ def gradients_of_logits(folder: Path, layout: dict[str, Any]) -> dict[str, Tenso
         return merge_stages(dict(strategy.gradients()))
 
 
+def experience() -> DataProto:
+    """The batch, with what GRPO's terms read; log-probs near, but not at, the model's."""
+    batch, generator = make_batch(), torch.Generator().manual_seed(3)
+
+    def noise() -> Tensor:
+        return torch.randn(batch["weights"].shape, generator=generator)
+
+    return batch.update({"log_probs": noise() - 3.5, "ref_log_probs": noise() - 3.5, "advantages": noise()})
+
+
+def weighted_nll_of_tokens(data: DataProto, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The terms of `weighted_nll`."""
+    return -output.log_probs(data["input_ids"], data["response_mask"]) * data["weights"], {}
+
+
+# Each token counts differently in the first; the others are GRPO's policy and KL, divided in another way.
+TERMS = [
+    LossTerm(function=weighted_nll_of_tokens, reads=frozenset({"weights"})),
+    *GRPO(GRPOSettings(kl_coef=0.5)).losses()["actor"],
+]
+
+
 def run_layout(folder: Path, layout: dict[str, Any], head: str) -> dict[str, Any]:
     """One rank: forward results of its share, then one training step; all gradients."""
     config = settings(folder, head=head, temperature=0.7, **layout)
     with parallel_groups(config.parallel) as state:
         strategy = MegatronTrainStrategy(config, state)
         strategy.initialize()
-        batch = share_of(make_batch(), state.at.dp, state.degrees.dp)
+        batch = share_of(experience(), state.at.dp, state.degrees.dp)
         if not state.is_leader:  # As dispatch does it: only leaders are given data.
             batch = batch.stub()
         if head == "lm":
             results = strategy.forward_step(batch, token_results)
             logits = strategy.forward_step(batch, partial(all_logits, strategy))
             results = results | logits if results is not None and logits is not None else None
-            metrics = strategy.train_step(batch, weighted_nll)
+            metrics = strategy.train_step(batch, partial(total_loss, TERMS))
         else:
             _set_value_head(strategy)
             results = strategy.forward_step(batch, value_results)
@@ -173,14 +196,14 @@ def reference(folder: Path) -> dict[str, Any]:
 def _reference(folder: Path, head: str) -> dict[str, Any]:
     strategy = HfStrategy(settings(folder, "hf", head=head, temperature=0.7))
     strategy.initialize()
-    batch = make_batch()
+    batch = experience()
     if head == "lm":
         results = strategy.forward_step(batch, token_results)
         logits = strategy.forward_step(batch, lambda data, output: {"logits": output.tensor})["logits"]
         results["logits"] = torch.where(batch["attention_mask"].bool().unsqueeze(-1), logits, 0.0)
         rows = strategy.forward_step(batch, lambda data, output: {"logits": output.row_logits()})
         assert torch.equal(rows["logits"], results["logits"])
-        metrics = strategy.train_step(batch, weighted_nll)
+        metrics = strategy.train_step(batch, partial(total_loss, TERMS))
     else:
         _set_value_head(strategy)
         with pytest.raises(ValueError, match="a model with head 'value' has no logits"):

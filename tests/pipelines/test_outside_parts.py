@@ -1,4 +1,4 @@
-"""A run of real roles with one of each seam from outside: algorithm, engine, environment, reward function, family."""
+"""One real run with a user's own parts: algorithm, engine, environment, reward function and family."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from roll.config import ModelConfig, dump_config, load_config
 from roll.data.tasks import Entry
 from roll.pipelines.rl_config import RLConfig
 from tests.families import OUTSIDE as FAMILY
+from tests.pipelines.conftest import Head
 from tests.pipelines.grpo_run import SMALL_GRPO, grpo_config
 from tests.pipelines.small_run import EXAMPLES, example, outcome_of
 
-SEAMS = [
+PARTS = [
     "algorithm={name: 'tests.outside.reinforce:Reinforce', longest: 12.0}",
     f"warm_start.model.config.model_type={FAMILY}",
     # Token 2 is the end token, the others are letters.
     "rollout.engine={name: 'tests.outside.table:Table', answers: [[30, 2], [31, 32, 2], [33, 34, 35]]}",
-    "reward.environment=tests.outside.asking:Asking",
-    "reward.function=tests.outside.test_run:share_of_short_ones",
     "rollout.max_new_tokens=12",
+    "reward.environment=tests.outside.asking:Asking",
+    "reward.function=tests.pipelines.test_outside_parts:share_of_short_ones",
 ]
 
 
@@ -31,14 +32,16 @@ def share_of_short_ones(responses: list[str], entries: list[Entry]) -> list[floa
 
 
 @pytest.mark.slow
-def test_a_run_of_parts_from_outside(tmp_path: Path) -> None:
-    config = ["--config", str(EXAMPLES / "grpo_cpu.yaml"), f"output_dir={tmp_path}", "name=outside"]
-    with example("run_ppo.py", *config, *SMALL_GRPO, *SEAMS) as process:
+def test_a_run_of_parts_from_outside(head: Head, tmp_path: Path) -> None:
+    arguments = ["--config", str(EXAMPLES / "grpo_cpu.yaml"), f"output_dir={tmp_path}", "name=outside", *SMALL_GRPO]
+    with example("run_ppo.py", *arguments, *PARTS, RAY_ADDRESS=head.address) as process:
         outcome = outcome_of(process)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     assert "Reinforce on spell_backward: 2 steps" in outcome.stdout
     assert ModelConfig.from_folder(tmp_path / "outside" / "final", FAMILY).model_type == FAMILY
-    before, first, second = map(json.loads, (tmp_path / "outside" / "metrics.jsonl").read_text().splitlines())
+
+    lines = (tmp_path / "outside" / "metrics.jsonl").read_text().splitlines()
+    before, first, second = (json.loads(line) for line in lines)
     assert before.keys() == {"step", "eval/exact_match", "eval/reward", "eval/episode/asked"}
     # An engine that draws from a table answers the same, whatever the weights are.
     assert before["eval/reward"] == first["eval/reward"] == second["eval/reward"]
@@ -56,6 +59,6 @@ def test_a_run_of_parts_from_outside(tmp_path: Path) -> None:
 
 
 def test_the_settings_of_such_a_run_are_written_and_read_back(tmp_path: Path) -> None:
-    config = grpo_config(*SEAMS)
+    config = grpo_config(*PARTS)
     (tmp_path / "config.yaml").write_text(dump_config(config))
     assert load_config(RLConfig, tmp_path / "config.yaml") == config
