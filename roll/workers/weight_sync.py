@@ -8,8 +8,9 @@
                                          while one is taken
                                          no more? next stage         close_update: are all tensors there?
 
-At most two buckets exist at a time: the next one is made only when the one before the last has been taken and freed.
-Pipeline stages send one after the other for the same reason.
+At most two buckets exist at a time: the next one is made only when the one before the last has been taken, and nobody
+refers to it any more. A Ray of a run's own frees it at once; a cluster may keep it for a second (`FREE_AT_ONCE` in
+`roll.workers.connection`). Pipeline stages send one after the other for the same reason.
 
 An update is taken as a whole. What does not fit is refused before anything is written; an update that fails between
 two buckets leaves an engine without weights, which refuses to generate (`roll.generation.Generator`).

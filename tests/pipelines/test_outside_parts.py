@@ -16,11 +16,11 @@ from tests.pipelines.grpo_run import SMALL_GRPO, grpo_config
 from tests.pipelines.small_run import EXAMPLES, example, outcome_of
 
 PARTS = [
-    "algorithm={name: 'tests.outside.reinforce:Reinforce', longest: 12.0}",
+    "algorithm={name: 'tests.outside.reinforce:Reinforce', longest: 16.0}",
     f"warm_start.model.config.model_type={FAMILY}",
     # Token 2 is the end token, the others are letters.
     "rollout.engine={name: 'tests.outside.table:Table', answers: [[30, 2], [31, 32, 2], [33, 34, 35]]}",
-    "rollout.max_new_tokens=12",
+    "rollout.max_new_tokens=16",
     "reward.environment=tests.outside.asking:Asking",
     "reward.function=tests.pipelines.test_outside_parts:share_of_short_ones",
 ]
