@@ -68,6 +68,12 @@ def test_advantages_and_metrics_by_hand() -> None:
     assert metrics["kl_coef"] == 0.1
 
 
+def test_a_reference_is_needed_for_a_penalty_only() -> None:
+    penalised, free = ppo(), ppo(kl=KLSettings(coef=0.0))
+    assert penalised.roles == {"actor", "critic", "reference"} and "ref_log_probs" in penalised.reads
+    assert free.roles == {"actor", "critic"} and "ref_log_probs" not in free.reads
+
+
 def test_scores_are_clipped_but_reported_as_they_are() -> None:
     learned, metrics = learned_from(batch(), ppo(reward_clip=2.0, kl=KLSettings(coef=0.0)))
     assert learned["returns"][1, 1] == pytest.approx(-2.0)

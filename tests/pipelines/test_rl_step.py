@@ -84,6 +84,16 @@ def generating_roles() -> dict[str, ScriptedRole]:
 SENDS_NOTHING = {"declare": {}, "next_bucket": [None]}
 
 
+def gets(*fields: str, answer: Callable[[], Any]) -> Callable[[DataProto, Any], Any]:
+    """The answer to a batch that has the tokens and these fields, and no others."""
+
+    def script(batch: DataProto, terms: Any) -> Any:
+        assert batch.tensors.keys() == {"input_ids", "attention_mask", "response_mask", *fields}
+        return answer()
+
+    return script
+
+
 def step_metrics(tmp_path: Path, actor_steps: list[dict[str, float]], *overrides: str) -> dict[str, float]:
     """The metrics of a first step whose four optimizer steps of the actor report `actor_steps`."""
     config = load_config(RLConfig, EXAMPLES / "ppo_cpu.yaml", [*SMALL, *overrides])
@@ -93,10 +103,14 @@ def step_metrics(tmp_path: Path, actor_steps: list[dict[str, float]], *overrides
         "actor": ScriptedRole(
             "actor",
             compute_log_probs=per_token(log_probs=-2.0, entropy=1.5),
-            train=lambda *args: [next(reported)],
+            train=gets("log_probs", "advantages", answer=lambda: [next(reported)]),
             **SENDS_NOTHING,
         ),
-        "critic": ScriptedRole("critic", compute_values=per_token(values=0.5), train=[{"loss": 3.0}]),
+        "critic": ScriptedRole(
+            "critic",
+            compute_values=per_token(values=0.5),
+            train=gets("values", "returns", answer=lambda: [{"loss": 3.0}]),
+        ),
         "reference": ScriptedRole("reference", compute_log_probs=per_token(log_probs=-2.5))
         if "reference" in ranks_of_roles(config)
         else None,
