@@ -162,3 +162,12 @@ def test_an_environment_begins_with_tokens_of_its_own() -> None:
     assert phases == ["reward", "rollout", "reward"] and metrics == {}
     with pytest.raises(UserError, match="row 1: its environment begins with 4 tokens, max_prompt_tokens is 3"):
         played(ROUNDS[:1], ends, [[5], [6] * 4, [8]])
+
+
+def test_rows_that_go_on_keep_their_places() -> None:
+    rounds: list[list[tuple[int, ...]]] = [[(4, 2), (9, 2), (3, 2)], [(1, 2), (6, 2)]]
+    answers: list[list[Turn | Finished]] = [[end(0.5)], [Turn([8]), end(1.0)], [Turn([7]), end(2.0)]]
+    batch, _, _, script = played(rounds, answers)
+    assert [one.row for one in script.heard] == [0, 1, 2, 1, 2]
+    assert batch["input_ids"][:, 3:].tolist() == [[4, 2, 0, 0, 0, 0], [9, 2, 8, 1, 2, 0], [3, 2, 7, 6, 2, 0]]
+    assert batch["scores"].tolist() == [0.5, 1.0, 2.0]
