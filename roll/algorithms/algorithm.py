@@ -100,7 +100,15 @@ class Algorithm(ABC):
     @classmethod
     def settings_type(cls) -> type[AlgorithmSettings]:
         """The class of `settings`. Raises UserError if the annotation is no AlgorithmSettings."""
-        settings = get_type_hints(cls)["settings"]
+        owner = next(base for base in cls.__mro__ if "settings" in vars(base).get("__annotations__", {}))
+        annotation = owner.__annotations__["settings"]
+        # Alone: other attributes may have types that are imported for type checkers only.
+        alone = type(cls.__name__, (), {"__annotations__": {"settings": annotation}, "__module__": owner.__module__})
+        try:
+            settings = get_type_hints(alone)["settings"]
+        except NameError as error:
+            text = f"{cls.__name__}.settings is annotated with {annotation!r}, which module {owner.__module__}"
+            raise UserError(f"{text} does not have at run time: {error}") from error
         if not (isinstance(settings, type) and issubclass(settings, AlgorithmSettings)):
             raise UserError(f"{cls.__name__}.settings is annotated with {settings!r}, which is no AlgorithmSettings")
         return settings
