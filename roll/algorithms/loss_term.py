@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from roll.protocol import DataProto
     from roll.strategies.output import ModelOutput
 
+TOKENS = ("input_ids", "attention_mask", "response_mask")
+"""Fields that every loss and every look-up of a model role is sent."""
+
 LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
 Normalizer = LossAggregation | float
 """Divisor of the token losses of a step; see `aggregate_loss`. A number divides their plain sum."""
@@ -31,8 +34,7 @@ class LossTerm:
     function: Callable[[DataProto, ModelOutput], TokenLoss]
     """Pure function of a micro-batch and the model's answers about it."""
     reads: frozenset[str] = frozenset()
-    """Fields of the micro-batch that it reads beside `input_ids`, `attention_mask` and `response_mask`; no others are
-    sent."""
+    """Fields of the micro-batch that it reads beside `TOKENS`; no others are sent."""
     per: Normalizer = "token-mean"
     """Divisor of its sum."""
     weight: float = 1.0

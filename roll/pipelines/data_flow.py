@@ -9,20 +9,17 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
 
 from roll.algorithms.algorithm import Algorithm
-from roll.algorithms.loss_term import LossTerm
+from roll.algorithms.loss_term import TOKENS, LossTerm
 from roll.algorithms.registry import make_algorithm
 from roll.config import ConfigError, Problem, TrainRoleSettings
 from roll.pipelines.rl_config import MODEL_ROLES, RLConfig
-
-TOKENS = frozenset({"input_ids", "attention_mask", "response_mask"})
-"""Fields that every loss is given."""
 
 OBJECTS = frozenset({"prompt", "entry", "response"})
 """Fields with one Python object per row, which credit may read; all others are tensors."""
 
 MADE_BY: Mapping[str, Set[str]] = MappingProxyType(
     {
-        "rollout": TOKENS | {"prompt", "entry"},
+        "rollout": frozenset({*TOKENS, "prompt", "entry"}),
         "reward": frozenset({"scores", "exact", "response"}),
         "loop": frozenset({"group"}),
         "actor": frozenset({"log_probs", "entropy"}),
@@ -51,7 +48,7 @@ def check_data_flow(config: RLConfig) -> None:
 
 def fields_of(terms: Sequence[LossTerm]) -> list[str]:
     """All that a loss of these terms reads of a batch, and so all that is sent for it."""
-    return sorted(TOKENS.union(*(term.reads for term in terms)))
+    return sorted({*TOKENS}.union(*(term.reads for term in terms)))
 
 
 def _problems(config: RLConfig, algorithm: Algorithm) -> Iterator[Problem]:
@@ -60,7 +57,7 @@ def _problems(config: RLConfig, algorithm: Algorithm) -> Iterator[Problem]:
         yield Problem("algorithm.name", f"{name} needs a role {role!r}; a run has {', '.join(MODEL_ROLES)}")
     makers = {"rollout", "reward", "loop", *config.model_roles}
     there = frozenset().union(*(MADE_BY[maker] for maker in makers))
-    for field in sorted(algorithm.makes & TOKENS):
+    for field in sorted(algorithm.makes & {*TOKENS}):
         yield Problem("algorithm.name", f"{name}'s credit makes {field!r}, which the role rollout makes")
     losses = algorithm.losses()
     if not losses:

@@ -14,12 +14,13 @@ import torch
 from rich.console import Console
 
 from roll.algorithms import Credit
+from roll.algorithms.loss_term import TOKENS
 from roll.algorithms.registry import find_algorithm, make_algorithm
 from roll.config import dump_config
 from roll.data.micro_batches import with_plan
 from roll.data.prompts import PromptSampler
 from roll.pipelines.credit import with_credit
-from roll.pipelines.data_flow import MADE_BY, TOKENS, fields_of
+from roll.pipelines.data_flow import MADE_BY, fields_of
 from roll.pipelines.prompt_data import PromptData
 from roll.pipelines.rl_config import RLConfig
 from roll.pipelines.rl_metrics import StepMetrics, rate_zero_notes, step_metrics, update_metrics

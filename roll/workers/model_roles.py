@@ -11,6 +11,7 @@ import ray
 from torch import Tensor
 
 from roll.algorithms import LossTerm, total_loss
+from roll.algorithms.loss_term import TOKENS
 from roll.config import StrategySettings
 from roll.parallel.state import init_parallel
 from roll.protocol import DataProto
@@ -19,9 +20,6 @@ from roll.workers.dispatch import Dispatch
 from roll.workers.method import register
 from roll.workers.role import Role
 from roll.workers.worker import Worker
-
-# Fields that the look-ups below read of a batch, and so all that they are sent.
-TOKENS = ("input_ids", "attention_mask", "response_mask")
 
 
 class ReferenceWorker(Worker):
