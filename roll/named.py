@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import pkgutil
 import traceback
 from collections.abc import Iterable
 from typing import Any
@@ -33,6 +34,22 @@ def load_named(name: str, setting: str, kind: str) -> Any:
         hint = f"; near names: {', '.join(near)}" if near else ""
         raise UserError(f"{setting} {name!r}: module {module_name!r} has no {kind} {object_name!r}{hint}")
     return getattr(module, object_name)
+
+
+def load_listed(name: str, package: str, constant: str, shared: frozenset[str], kind: str) -> Any:
+    """The object called `constant` in the file `name` of a package that has one file for each of a kind.
+
+    Args:
+        shared: files of the package that have no such object.
+        kind: what has these names, with its article.
+
+    Raises UserError, which lists the files, if there is no such file.
+    """
+    files = sorted(module.name for module in pkgutil.iter_modules(importlib.import_module(package).__path__))
+    known = [file for file in files if file not in shared]
+    if name not in known:
+        raise unknown_name(name, known, kind)
+    return getattr(importlib.import_module(f"{package}.{name}"), constant)
 
 
 def unknown_name(name: str, known: Iterable[str], kind: str) -> UserError:

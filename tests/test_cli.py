@@ -221,7 +221,7 @@ def test_only_what_a_user_can_mend_is_told_without_a_traceback() -> None:
 
 
 def test_errors_of_the_program_keep_their_traceback() -> None:
-    for error in (ValueError("of a test"), RuntimeError("of ours"), AssertionError("cannot happen")):
+    for error in (ValueError("of a test"), ConnectionResetError("of ours"), AssertionError("cannot happen")):
         with pytest.raises(type(error), match=str(error)):
             exit_status(raises(error))
 
@@ -252,12 +252,14 @@ def broken_rank(kind: str) -> None:
         check_divides(3, 2)
     if kind == "file":
         Path("/nowhere/at/all").read_text()
-    raise RuntimeError("of ours")
+    if kind == "gone":
+        os._exit(3)
+    raise ConnectionResetError("of ours")
 
 
 @pytest.mark.slow
 def test_a_mistake_that_a_rank_finds_is_told_in_a_line() -> None:
-    from torch.multiprocessing import ProcessRaisedException
+    from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
     from roll.pipelines.local_ranks import run_on_ranks
 
@@ -265,5 +267,7 @@ def test_a_mistake_that_a_rank_finds_is_told_in_a_line() -> None:
         run_on_ranks(broken_rank, "mistake", world_size=2)
     with pytest.raises(ConfigError, match=r"^/nowhere/at/all: No such file or directory$"):
         run_on_ranks(broken_rank, "file", world_size=1)
-    with pytest.raises(ProcessRaisedException, match="RuntimeError: of ours"):
+    with pytest.raises(ProcessRaisedException, match="ConnectionResetError: of ours"):
         run_on_ranks(broken_rank, "ours", world_size=1)
+    with pytest.raises(ProcessExitedException, match="exit code 3"):
+        run_on_ranks(broken_rank, "gone", world_size=1)

@@ -23,6 +23,7 @@ MAY_NAME_A_DEVICE: dict[str, str] = {}
 # Modules that call a user's code and raise again, under its name, whatever it raises; each with what it calls.
 MAY_CATCH_EVERYTHING: dict[str, str] = {
     "roll/data/tasks.py": "the user's reward function",
+    "roll/environments/episodes.py": "the user's environment",
     "roll/named.py": "a user's module, which may raise anything while it is imported",
     "roll/parallel/sequence/model_loss.py": "the user's loss function, for the ranks that wait for it",
     "roll/data/tokenizer_folder.py": "the tokenizers library, whose errors have no narrower type",

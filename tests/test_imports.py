@@ -27,6 +27,7 @@ def loaded_by(statement: str, candidates: list[str]) -> list[str]:
         ("import roll.config", ["torch", "ray", "megatron", "transformers"]),
         (
             "from roll.pipelines.rl_config import RLConfig\nfrom roll.algorithms.registry import *\n"
+            "from roll.config.engine import default_engine\ndefault_engine()\n"
             "[settings_of(name) for name in ALGORITHMS]",
             ["torch", "ray", "megatron", "transformers"],
         ),

@@ -4,6 +4,7 @@ Importing this package loads neither torch nor Ray.
 """
 
 from roll.config.chosen import ChosenByName
+from roll.config.engine import EngineSettings
 from roll.config.load import dump_config, load_config
 from roll.config.loop import LoopSettings
 from roll.config.micro_batch import MicroBatchSettings
@@ -33,6 +34,7 @@ __all__ = [
     "ConfigError",
     "DType",
     "Delivery",
+    "EngineSettings",
     "Head",
     "LoopSettings",
     "MicroBatchSettings",

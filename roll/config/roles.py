@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, PositiveFloat, PositiveInt, Strict
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, PositiveInt, Strict
 
+from roll.config.chosen import ChosenByName
+from roll.config.engine import EngineSettings, default_engine, engine_settings
 from roll.config.micro_batch import MicroBatchSettings
 from roll.config.optimizer import OptimizerSettings
 from roll.config.parallel import ParallelSettings
@@ -54,17 +56,17 @@ class RolloutSettings(Settings):
 
     world_size: PositiveInt = 1
     """Ranks (Ray actors), each of which takes a share of the prompts. Copies fill the last shares up."""
-    strategy: Literal["hf"] = "hf"
-    """Generator: transformers, one process per rank."""
+    engine: Annotated[EngineSettings, ChosenByName(engine_settings)] = Field(default_factory=default_engine)
+    """What generates, one process per rank, by its name."""
     max_new_tokens: PositiveInt
     """Longest response in tokens, the end token included."""
     end_tokens: Annotated[tuple[int | str, ...] | None, Strict(False), BeforeValidator(_as_list)] = None
     """Tokens that end a response, as text or as ids, such as ["<|im_end|>", 5], or a single one; null: the end
     tokens of generation_config.json, config.json and tokenizer together."""
-    batch_size: PositiveInt | None = None
-    """Rows per generate call; null: all rows of the rank at once."""
     weight_bucket_mb: PositiveFloat = 64
-    """Size in MiB of the pieces in which the actor's weights arrive."""
+    """Size in MiB of the pieces in which the actor's weights arrive, of which two exist at a time."""
+    sleep_while_training: bool = False
+    """Whether the engine frees the memory of its weights and caches while the other roles work."""
 
     def checks(self) -> Iterable[Check]:
         return (self._something_ends_a_response,)
@@ -84,5 +86,8 @@ def _module_and_function(value: str) -> str:
 class RewardSettings(Settings):
     """The score of a response."""
 
+    environment: str = "single_turn"
+    """The environment of an episode: a file of roll/environments, or one of your own as module:Name."""
     function: Annotated[str, AfterValidator(_module_and_function)] = "roll.data.tasks:score_responses"
-    """The function that scores a batch of responses, as module:function; one number per response."""
+    """The function that scores a batch of responses, as module:function; one number per response. An environment calls
+    it as `self.given.score`."""

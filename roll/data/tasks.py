@@ -259,10 +259,11 @@ def checked_rewards(function: RewardFunction, responses: list[str], entries: lis
         raise RewardError(f"{name} must return a list of numbers, got {type(returned).__name__}")
     if len(returned) != len(responses):
         raise RewardError(f"{name} returned {len(returned)} rewards for {len(responses)} responses")
-    return [_checked_reward(value, f"{name} returned for response {index}") for index, value in enumerate(returned)]
+    return [checked_reward(value, f"{name} returned for response {index}") for index, value in enumerate(returned)]
 
 
-def _checked_reward(value: Any, context: str) -> float:
+def checked_reward(value: Any, context: str) -> float:
+    """The finite number that a user's code gave; `context` says which code. Raises RewardError for anything else."""
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         value = value.item()  # a NumPy scalar or a 0-dim tensor
     if not isinstance(value, numbers.Real):

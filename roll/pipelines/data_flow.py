@@ -12,14 +12,16 @@ from roll.algorithms.algorithm import Algorithm
 from roll.algorithms.loss_term import TOKENS, LossTerm
 from roll.algorithms.registry import make_algorithm
 from roll.config import ConfigError, Problem, TrainRoleSettings
+from roll.generation.records import LOG_PROBS
+from roll.generation.registry import find_engine
 from roll.pipelines.rl_config import MODEL_ROLES, RLConfig
 
-OBJECTS = frozenset({"prompt", "entry", "response"})
+OBJECTS = frozenset({"prompt", "entry", "response", "stop"})
 """Fields with one Python object per row, which credit may read; all others are tensors."""
 
 MADE_BY: Mapping[str, Set[str]] = MappingProxyType(
     {
-        "rollout": frozenset({*TOKENS, "prompt", "entry"}),
+        "rollout": frozenset({*TOKENS, "prompt", "entry", "stop"}),
         "reward": frozenset({"scores", "exact", "response"}),
         "loop": frozenset({"group"}),
         "actor": frozenset({"log_probs", "entropy"}),
@@ -30,8 +32,8 @@ MADE_BY: Mapping[str, Set[str]] = MappingProxyType(
 """Fields of a batch before credit is assigned, and who makes them. The loop numbers the prompts of a step: `group`,
 `[B]` int64, is equal for the responses to one prompt."""
 
-ENGINE_MAKES = frozenset({"rollout_log_probs"})
-"""Fields that some engines of generation provide."""
+ENGINE_MAKES = frozenset({LOG_PROBS})
+"""Fields that some engines provide (`Generator.provides`)."""
 
 
 def check_data_flow(config: RLConfig) -> None:
@@ -56,7 +58,7 @@ def _problems(config: RLConfig, algorithm: Algorithm) -> Iterator[Problem]:
     for role in sorted(algorithm.roles - set(MODEL_ROLES)):
         yield Problem("algorithm.name", f"{name} needs a role {role!r}; a run has {', '.join(MODEL_ROLES)}")
     makers = {"rollout", "reward", "loop", *config.model_roles}
-    there = frozenset().union(*(MADE_BY[maker] for maker in makers))
+    there = find_engine(config.rollout.engine.name).provides.union(*(MADE_BY[maker] for maker in makers))
     for field in sorted(algorithm.makes & {*TOKENS}):
         yield Problem("algorithm.name", f"{name}'s credit makes {field!r}, which the role rollout makes")
     losses = algorithm.losses()
@@ -86,5 +88,5 @@ def _maker(field: str, config: RLConfig) -> str:
         if field in fields:
             return f"which the role {maker} makes, and {config.algorithm.name} does not name this role"
     if field in ENGINE_MAKES:
-        return f"which rollout.strategy {config.rollout.strategy!r} does not provide"
+        return f"which rollout.engine {config.rollout.engine.name!r} does not provide"
     return "which neither a role nor its credit makes"

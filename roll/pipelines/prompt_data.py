@@ -15,6 +15,7 @@ from roll.pipelines.end_tokens import end_token_ids
 from roll.pipelines.model_start import tokenizer_in
 from roll.pipelines.rl_config import RLConfig
 from roll.pipelines.run_folder import run_folder_problems
+from roll.pipelines.seams import seam_problems
 from roll.pipelines.sft_data import SFTData, load_sft_data
 from roll.pipelines.warm_start import find_model, held_out_problems, learned_items
 from roll.protocol import DataProto
@@ -55,15 +56,16 @@ def load_prompt_data(config: RLConfig) -> PromptData:
     """Build the task and encode its prompts; a mistake in the settings, or in what they name, shows here.
 
     Raises:
-        ValueError: no such task or reward function; an algorithm that reads what nothing makes; a model folder without
-            fitting weights or a usable tokenizer; a prompt that is too long or has characters that the tokenizer does
-            not know; an end token that it does not have; a run's folder that cannot be written to; a warm start that
-            cannot run, whose folder holds another run, that learns held-out problems, or whose answers are too long
-            for a response.
+        ValueError: no such task, reward function or environment; an algorithm that reads what nothing makes; an engine
+            that has to sleep and cannot; a model folder without fitting weights or a usable tokenizer; a prompt that is
+            too long or has characters that the tokenizer does not know; an end token that it does not have; a run's
+            folder that cannot be written to; a warm start that cannot run, whose folder holds another run, that learns
+            held-out problems, or whose answers are too long for a response.
     """
     check_data_flow(config)
     problems = list(run_folder_problems(config.run_dir))
     load_reward_function(config.reward.function)
+    problems += seam_problems(config.rollout, config.reward)
     task = ReasoningTask.of(config.task, "task")
     learned = learned_items(config, task)
     problems += held_out_problems(learned, task)

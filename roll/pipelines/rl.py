@@ -21,6 +21,7 @@ from roll.data.micro_batches import with_plan
 from roll.data.prompts import PromptSampler
 from roll.pipelines.credit import with_credit
 from roll.pipelines.data_flow import MADE_BY, fields_of
+from roll.pipelines.episodes import EpisodePlayer, RowLimits
 from roll.pipelines.prompt_data import PromptData
 from roll.pipelines.rl_config import RLConfig
 from roll.pipelines.rl_metrics import StepMetrics, rate_zero_notes, step_metrics, update_metrics
@@ -32,6 +33,7 @@ from roll.protocol import DataProto
 from roll.workers import start_ray
 from roll.workers.model_roles import Actor, Critic, Reference
 from roll.workers.output import FollowedOutput
+from roll.workers.weight_sync import WeightSync
 
 
 def run_rl(config: RLConfig, data: PromptData, console: Console | None = None) -> Path:
@@ -86,6 +88,8 @@ class RLPipeline:
         self.algorithm = make_algorithm(config.algorithm)
         self.losses = self.algorithm.losses()
         self.read = self.algorithm.reads | {name for terms in self.losses.values() for name in fields_of(terms)}
+        self.episodes = EpisodePlayer(roles.rollout, roles.reward, RowLimits.of(config, data.tokenizer))
+        self.weights = WeightSync(roles.actor, roles.rollout, int(config.rollout.weight_bucket_mb * 2**20))
 
     def run(self) -> None:
         """All steps, with an evaluation before the first, every `eval_every` steps, and after the last."""
@@ -104,28 +108,23 @@ class RLPipeline:
 
     def step(self, step: int) -> tuple[StepMetrics, int]:
         """One step; its metrics, and the number of tokens in its batch."""
-        batch = self.sample(step)
-        batch = self.score(batch)
+        batch, episode_metrics = self.sample(step)
         batch = self.look_up(batch)
         credit = self.algorithm.credit(batch)
         self.algorithm.observe(credit.metrics, len(batch))
-        metrics = step_metrics(self.learn(step, batch, credit), batch, credit.metrics)
+        metrics = step_metrics(self.learn(step, batch, credit), batch, credit.metrics) | episode_metrics
         self.sync_weights()
         self.record_samples(step, batch)
         return metrics, int(batch["attention_mask"].sum())
 
-    def sample(self, step: int) -> DataProto:
-        """Responses of the current policy to the next prompts, and which of them have one prompt: `group`."""
+    def sample(self, step: int) -> tuple[DataProto, StepMetrics]:
+        """Scored episodes of the current policy on the next prompts, and which have one prompt: `group`."""
         times = self.config.responses_per_prompt
         prompts = self.data.train.select_idxs(next(self.prompts)).repeat(times)
-        with self.tracker.phase("rollout"):
-            batch = self.roles.rollout.generate(prompts, seed=self._seed(step))
-        return batch.union(DataProto.from_dict({"group": torch.arange(len(batch)) // times}))
-
-    def score(self, batch: DataProto) -> DataProto:
-        """Add `scores`."""
-        with self.tracker.phase("reward"):
-            return batch.union(self.roles.reward.score(batch))
+        batch, metrics = self.episodes.play(prompts, seed=self._seed(step), phase=self.tracker.phase)
+        if self.config.rollout.sleep_while_training:
+            self.roles.rollout.sleep()
+        return batch.union(DataProto.from_dict({"group": torch.arange(len(batch)) // times})), metrics
 
     def look_up(self, batch: DataProto) -> DataProto:
         """Add what the models say of the sampled tokens, where the algorithm reads it: `log_probs` and `entropy`,
@@ -166,16 +165,15 @@ class RLPipeline:
     def sync_weights(self) -> None:
         """Give the rollout role the actor's weights."""
         with self.tracker.phase("sync"):
-            bucket_bytes = int(self.config.rollout.weight_bucket_mb * 2**20)
-            stages = self.roles.actor.weights(bucket_bytes)
-            self.roles.rollout.update_weights(stages)
+            self.weights.sync()
 
     def evaluate(self) -> StepMetrics:
-        """Greedy answers to the held-out prompts."""
+        """Greedy episodes on the held-out prompts."""
         with self.tracker.phase(EVALUATION):
-            answers = self.roles.rollout.generate(self.data.held_out, seed=0, greedy=True)
-            scored = self.roles.reward.score(answers)
-        return {"eval/exact_match": float(scored["exact"].mean()), "eval/reward": float(scored["scores"].mean())}
+            scored, metrics = self.episodes.play(self.data.held_out, seed=0, greedy=True)
+        own = {f"eval/{name}": value for name, value in metrics.items()}
+        exact, reward = float(scored["exact"].mean()), float(scored["scores"].mean())
+        return {"eval/exact_match": exact, "eval/reward": reward} | own
 
     def record_samples(self, step: int, batch: DataProto) -> None:
         """Write down the first completions of the step."""

@@ -127,7 +127,7 @@ class RLConfig(LoopSettings):
             raise ConfigError([Problem(self.path_of(role), message)])
         return settings
 
-    def strategy_settings(self, role: ModelRole | Literal["rollout"], model_path: Path) -> StrategySettings:
+    def strategy_settings(self, role: ModelRole, model_path: Path) -> StrategySettings:
         """Settings that the strategy of `role` is built from.
 
         Args:
@@ -135,8 +135,6 @@ class RLConfig(LoopSettings):
         """
         common: dict[str, Any] = {"model_path": model_path, "family": self.folder_family}
         common |= {"dtype": self.dtype, "seed": self.seed, "temperature": self.temperature}
-        if role == "rollout":
-            return StrategySettings(name=self.rollout.strategy, **common)
         settings = self.model_role(role)
         common |= {"parallel": settings.parallel, "micro_batch": settings.micro_batch}
         common |= {"name": settings.strategy, "batch_timeout_s": self.batch_timeout_s}

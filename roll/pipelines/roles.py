@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from roll.data.tokenizer import padding_id
+from roll.generation.generator import ServedModel
+from roll.generation.records import Sampling
 from roll.parallel import ParallelDegrees
 from roll.pipelines.prompt_data import PromptData
 from roll.pipelines.rl_config import ModelRole, RLConfig
@@ -50,6 +52,12 @@ def worker_logs(config: RLConfig) -> Path:
     return (config.run_dir / "logs").absolute()
 
 
+def served_model(config: RLConfig, folder: Path, pad_token_id: int) -> ServedModel:
+    """The model in `folder`, as engines are told of it."""
+    longest = config.task.max_prompt_tokens + config.rollout.max_new_tokens
+    return ServedModel(folder, config.folder_family, config.dtype, longest, pad_token_id)
+
+
 def place_roles(config: RLConfig) -> Placement:
     """Reserve what the roles need; the ranks of the roles share devices."""
     layout = PlacementLayout(ranks_of_roles(config), device=get_platform().ray_resource, cpu_roles=("reward",))
@@ -89,18 +97,18 @@ def start_roles(config: RLConfig, model: Path, data: PromptData, placement: Plac
             Rollout,
             "rollout",
             ParallelDegrees(config.rollout.world_size),
-            settings=config.strategy_settings("rollout", model),
-            rollout=config.rollout,
-            end_token_ids=data.end_token_ids,
-            pad_token_id=padding_id(data.tokenizer),
+            settings=config.rollout.engine,
+            model=served_model(config, model, padding_id(data.tokenizer)),
+            sampling=Sampling(config.rollout.max_new_tokens, config.temperature, data.end_token_ids),
         ),
         reward=start(
             Reward,
             "reward",
             ParallelDegrees(1),
-            function=config.reward.function,
+            settings=config.reward,
             tokenizer=model,
             end_token_ids=data.end_token_ids,
+            vocab_size=config.architecture.vocab_size,
             trust_remote_code=config.trusts_remote_code,
         ),
     )

@@ -16,8 +16,8 @@ def in_buckets(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iter
     size = 0
     for name, tensor in tensors:
         if bucket and size + tensor.nbytes > bucket_bytes:
-            yield bucket
-            bucket, size = {}, 0
+            full, bucket, size = [bucket], {}, 0
+            yield full.pop()  # Nothing here holds it while the next one is made.
         bucket[name] = tensor.detach().clone()
         size += tensor.nbytes
     if bucket:

@@ -1,15 +1,13 @@
-"""transformers' own model in one process: the reference that parallel strategies are compared with, and generation."""
+"""transformers' own model in one process: the reference that parallel strategies are compared with."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig
 
 from roll.checkpoint.checksums import check_files, checksums_of, read_checksums, write_checksums
 from roll.checkpoint.companions import announced_companions, refuse_to_delete, write_companions
@@ -18,7 +16,6 @@ from roll.checkpoint.hf_writer import ShardWriter, write_index
 from roll.checkpoint.tensor_sources import tensor_source
 from roll.config import ModelConfig, OptimizerSettings, StrategySettings, expand_path
 from roll.data.micro_batches import cut_micro_batches, join_results
-from roll.data.responses import as_responses
 from roll.errors import UserError
 from roll.models.family_tensors import to_family
 from roll.models.hf_layout import hf_shapes
@@ -219,36 +216,3 @@ class HfStrategy(TrainStrategy):
             writer.flush()
             write_index(unfinished, [writer.file_of])
             write_companions(unfinished, folder, self.model_config, self.network.dtype, source, self._companions)
-
-    @torch.no_grad()
-    def generate(
-        self,
-        prompts: DataProto,
-        *,
-        max_new_tokens: int,
-        temperature: float | None,
-        end_token_ids: Sequence[int],
-        pad_token_id: int,
-    ) -> DataProto:
-        """Continue every prompt; see `as_responses` for what comes back.
-
-        Args:
-            prompts: `input_ids` and `attention_mask` `[B, P]`, padded on the left.
-            temperature: of sampling from the whole distribution; None takes the likeliest token each time.
-            end_token_ids: tokens of which each ends a response; at least one.
-        """
-        prompts = prompts.to(self.device)
-        ids = prompts["input_ids"]
-        sampling: dict[str, Any] = {"do_sample": False}
-        if temperature is not None:
-            sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        rows = self.network.generate(
-            input_ids=ids,
-            attention_mask=prompts["attention_mask"],
-            generation_config=GenerationConfig(
-                max_new_tokens=max_new_tokens, eos_token_id=list(end_token_ids), pad_token_id=pad_token_id, **sampling
-            ),
-        )
-        return as_responses(
-            prompts, rows[:, ids.shape[1] :], max_new_tokens, end_token_ids=end_token_ids, pad_token_id=pad_token_id
-        )

@@ -23,6 +23,9 @@ JOB_ENVIRONMENT = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Variable that makes a driver that of a submitted job. The process that only asks is none."""
 HOST_AND_PORT = re.compile(r"(?:ray://)?(?P<host>\[[^\[\]]+\]|[^:/\[\]\s]+):(?P<port>\d{1,5})")
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+FREE_AT_ONCE: dict[str, Any] = {"free_objects_batch_size": 1}
+"""Has a Ray of our own free an object as soon as nobody refers to it. By default it frees a hundred at once, or once in
+a second: buckets of weights would pile up. For a cluster it is RAY_free_objects_batch_size=1 at `ray start`."""
 PROBE = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR')"
 
 
@@ -46,7 +49,8 @@ def start_ray(address: str | None, num_cpus: int, timeout_s: float = 25.0) -> bo
         setting, wanted = ENVIRONMENT, os.environ[ENVIRONMENT]
     if wanted == "local":
         cpus = max(num_cpus, os.cpu_count() or 1)
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, **QUIET)
+        own: dict[str, Any] = {"include_dashboard": False, "_system_config": FREE_AT_ONCE}
+        ray.init(address="local", num_cpus=cpus, **own, **QUIET)
     else:
         check_cluster(setting, wanted, timeout_s)
         ray.init(address=wanted, **QUIET)

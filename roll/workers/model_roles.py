@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray
 from torch import Tensor
 
 from roll.algorithms import LossTerm, total_loss
@@ -19,6 +18,7 @@ from roll.strategies import MegatronInferStrategy, MegatronTrainStrategy, Metric
 from roll.workers.dispatch import Dispatch
 from roll.workers.method import register
 from roll.workers.role import Role
+from roll.workers.weight_sync import WeightSource
 from roll.workers.worker import Worker
 
 
@@ -54,7 +54,7 @@ class Reference(Role, ReferenceWorker):
     """All ranks of the frozen policy."""
 
 
-class TrainWorker(ReferenceWorker):
+class TrainWorker(WeightSource, ReferenceWorker):
     """A model that is trained."""
 
     strategy: MegatronTrainStrategy
@@ -63,14 +63,6 @@ class TrainWorker(ReferenceWorker):
     def train(self, batch: DataProto, terms: Sequence[LossTerm]) -> Metrics:
         """One optimizer step of the sum of `terms`; `batch` has the fields that they read."""
         return self.strategy.train_step(batch, partial(total_loss, terms))
-
-    @register(Dispatch.STAGE_LEADERS)
-    def weights(self, bucket_bytes: int) -> list[ray.ObjectRef]:
-        """The weights of this pipeline stage in Hugging Face layout, as references to buckets in the object store."""
-        at = self.strategy.state.at
-        keeps = at.tp == at.cp == at.dp == 0
-        # Every rank makes all buckets, since making one is collective.
-        return [ray.put(bucket) for bucket in self.strategy.model_update(bucket_bytes) if keeps]
 
     @register(Dispatch.ONE_TO_ALL)
     def save_hf(self, folder: str | Path) -> None:

@@ -1,4 +1,4 @@
-"""The role that scores responses."""
+"""The role that runs environments: it answers responses, and scores them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from roll.config import expand_path
-from roll.data.tasks import checked_rewards, exact_match, load_reward_function
+from roll.config import RewardSettings, expand_path
+from roll.data.tasks import Entry, load_reward_function
 from roll.data.tokenizer_folder import load_tokenizer
-from roll.protocol import DataProto
+from roll.environments.environment import Turn
+from roll.environments.episodes import Episodes, Finished
+from roll.environments.registry import find_environment
+from roll.environments.scoring import BatchedScores
+from roll.generation.records import Response
 from roll.workers.dispatch import Dispatch
 from roll.workers.method import register
 from roll.workers.role import Role
@@ -20,45 +21,43 @@ from roll.workers.worker import Worker
 
 
 class RewardWorker(Worker):
-    """Decodes responses and calls the reward function on them."""
+    """Holds the open episodes of a run, and makes text for them. Its methods are those of `Episodes`."""
 
     def __init__(
         self,
         *,
-        function: str,
+        settings: RewardSettings,
         tokenizer: str | Path,
         end_token_ids: Sequence[int],
+        vocab_size: int,
         trust_remote_code: bool = False,
         **rank: Any,
     ) -> None:
         super().__init__(**rank)
-        self.end_token_ids = frozenset(end_token_ids)
-        self.function = load_reward_function(function)
-        self.tokenizer = load_tokenizer(expand_path(tokenizer), trust_remote_code=trust_remote_code)
-
-    @register(Dispatch.DP_MP_COMPUTE, fields=("input_ids", "response_mask", "entry"), returns_batch=True)
-    def score(self, batch: DataProto) -> DataProto:
-        """`scores` and `exact` (see `exact_match`), both `[B]`, and the texts, without end tokens, as `response`.
-
-        Raises:
-            RewardError: the reward function raised, or gave something other than one finite number per response.
-        """
-        pairs = zip(batch["input_ids"], batch["response_mask"], strict=True)
-        tokens = [self._without_end(row[mask.bool()].tolist()) for row, mask in pairs]
-        responses = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        entries = list(batch.non_tensor_batch["entry"])
-        return DataProto.from_dict(
-            {
-                "scores": torch.tensor(checked_rewards(self.function, responses, entries)),
-                "exact": torch.tensor(exact_match(responses, entries)),
-            },
-            non_tensors={"response": np.array(responses, dtype=object)},
+        self.episodes = Episodes(
+            find_environment(settings.environment),
+            settings.environment,
+            BatchedScores(load_reward_function(settings.function)),
+            load_tokenizer(expand_path(tokenizer), trust_remote_code=trust_remote_code),
+            end_token_ids,
+            vocab_size,
         )
 
-    def _without_end(self, ids: list[int]) -> list[int]:
-        """A response without its end token, which need not be a special token of the tokenizer."""
-        return ids[:-1] if ids and ids[-1] in self.end_token_ids else ids
+    @register(Dispatch.RANK_ZERO)
+    async def begin(self, prompts: Sequence[Sequence[int]], entries: Sequence[Entry]) -> list[Turn]:
+        """Begin an episode for each prompt; the tokens that each begins with."""
+        return await self.episodes.begin(prompts, entries)
+
+    @register(Dispatch.RANK_ZERO)
+    async def step(self, responses: Sequence[Response]) -> list[Turn | Finished]:
+        """The answers of the environments to responses."""
+        return await self.episodes.step(responses)
+
+    @register(Dispatch.RANK_ZERO)
+    async def end_full(self, rows: Sequence[int]) -> list[Finished]:
+        """End the episodes of rows that have no room for another response."""
+        return await self.episodes.end_full(rows)
 
 
 class Reward(Role, RewardWorker):
-    """All ranks that score responses."""
+    """All ranks that run environments."""

@@ -51,6 +51,7 @@ STAYS = [
     "README.md",
     "adapter_config.json",
     "all_results.json",
+    "checkpoint-5/model.safetensors",
     "checkpoint-5/tokenizer.json",
     "config.json",
     "consolidated.00.pth",
@@ -176,6 +177,13 @@ def test_a_file_that_cannot_be_read_is_named_and_the_rest_saved(tmp_path: Path) 
     assert told.endswith(f"without files of {source} that cannot be read any more: tokenizer.json, vocab.txt")
     assert files(target) == sorted({*GOES_ALONG, "config.json", "later.json"} - {"tokenizer.json", "vocab.txt"})
     assert "auto_map" in (target / "config.json").read_text()
+
+
+def test_a_file_that_cannot_be_written_is_no_lost_one(tmp_path: Path) -> None:
+    source, target = fill(tmp_path / "source"), tmp_path / "target.unfinished"
+    (target / "tokenizer.json").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError, match=r"target\.unfinished/tokenizer\.json"):
+        write_companions(target, tmp_path / "target", MODEL, torch.bfloat16, source)
 
 
 def test_the_config_keeps_every_key(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_all_problems_at_once(complaints: Complaints) -> None:
         "mini_batch_size=10",
         "algorithm.kl.target=null",
         "actor.parallel.pp=4",
-        "rollout.strategy=vllm",
+        "rollout.engine={name: vllm}",
         "rollout.max_new_tokens=30",
         "algorithm.critic.optimizer={lr: 1.0, schedule: linear}",
         "output_dir=${nowhere}",
@@ -149,7 +149,7 @@ def test_all_problems_at_once(complaints: Complaints) -> None:
         "output_dir: Interpolation key 'nowhere' not found",
         "steps: must be greater than 0, got 0",
         "actor.parallel.tpp: unknown setting; did you mean actor.parallel.tp?",
-        "rollout.strategy: must be 'hf', got 'vllm'",
+        "rollout.engine.name: must be 'transformers', or module:Name of an engine of your own, got 'vllm'",
         "model_path: exactly one of model_path and warm_start must be set, the other null; "
         "got model_path 'there' and a warm_start",
         "actor.parallel.pp: 4 does not divide the model's num_hidden_layers 6; 3 would fit",

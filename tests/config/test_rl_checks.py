@@ -110,7 +110,9 @@ REFUSALS = {
     "actor.strategy=megatron_infer": ["actor.strategy: must be 'megatron_train', got 'megatron_infer'"],
     "algorithm.critic.strategy=deepspeed": ["algorithm.critic.strategy: must be 'megatron_train', got 'deepspeed'"],
     "reference.strategy=megatron_train": ["reference.strategy: must be 'megatron_infer', got 'megatron_train'"],
-    "rollout.strategy=vllm": ["rollout.strategy: must be 'hf', got 'vllm'"],
+    "rollout.engine={name: vllm}": [
+        "rollout.engine.name: must be 'transformers', or module:Name of an engine of your own, got 'vllm'"
+    ],
     "actor.optimizer=null": ["actor.optimizer: must be a section of settings, got null"],
     "algorithm.critic={world_size: 1, optimizer: {lr: 0.0}}": [
         "algorithm.critic.optimizer.lr: must be greater than 0, got 0.0"

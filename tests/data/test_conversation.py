@@ -348,6 +348,9 @@ def test_templates_and_tokenizers_that_are_refused() -> None:
     for later in ([USER, REPLY], [USER]):
         with pytest.raises(ValueError, match="here: the chat template does not write the answer of message 2 into the"):
             encode_messages([USER, REPLY, *later], forgetful, "here")
+    backwards = chat_tokenizer("{% for m in messages | reverse %}{{ m['content'] }};{% endfor %}")
+    with pytest.raises(ValueError, match=r"here: the chat template does not write the answer of message 4 .* its own"):
+        encode_messages([USER, REPLY, USER, REPLY], backwards, "here")
     several = chat_tokenizer()
     several.chat_template = {"tool_use": CHATML, "rag": CHATML}
     with pytest.raises(

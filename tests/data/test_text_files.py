@@ -197,6 +197,9 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(b'[{"prompt": "1"')
     with pytest.raises(ValueError, match=r"a\.json is not JSON: Expecting"):
         TextFiles(tmp_path / "a.json", TOKENIZER, cache_dir=tmp_path / "cache")
+    (tmp_path / "b.jsonl").symlink_to("/proc/self/mem")  # Opens, and its first byte cannot be read.
+    with pytest.raises(ValueError, match=r"b\.jsonl cannot be read: .*Input/output error"):
+        list(read_rows(tmp_path / "b.jsonl"))
     with pytest.raises(ValueError, match="no files are given"):
         TextFiles([], TOKENIZER)
     with pytest.raises(ValueError, match=r"^cache_dir .*a\.txt cannot keep the tokens of conversations: "):

@@ -119,7 +119,7 @@ def test_the_settings_of_runs_hand_it_on(tmp_path: Path) -> None:
     assert config.model.architecture.family is BOXES
     assert config.strategy_settings(folder).family == OUTSIDE
 
-    ppo, roles = EXAMPLES / "ppo_cpu.yaml", ("actor", "critic", "reference", "rollout")
+    ppo, roles = EXAMPLES / "ppo_cpu.yaml", ("actor", "critic", "reference")
     one = load_config(RLConfig, ppo, ["warm_start=null", f"model_path={folder}", f"family={OUTSIDE}"])
     assert one.architecture.family is BOXES
     assert {one.strategy_settings(role, folder).family for role in roles} == {OUTSIDE}

@@ -104,7 +104,7 @@ class NamesNoActor(Plain):
         ),
         (
             ReadsTheEnginesLogProbs,
-            ["credit reads 'rollout_log_probs', which rollout.strategy 'hf' does not provide"],
+            ["credit reads 'rollout_log_probs', which rollout.engine 'tests.outside.table:Table' does not provide"],
         ),
         (ReadsText, ["loss of actor reads 'entry', which is no tensor; a loss is sent tensors only"]),
         (HasNoTerms, ["loss of actor has no terms"]),
@@ -115,7 +115,8 @@ class NamesNoActor(Plain):
 )
 def test_a_field_that_nobody_makes_is_refused(algorithm: type[Plain], lines: list[str]) -> None:
     name = f"{__name__}:{algorithm.__name__}"
-    config = grpo_config(f"algorithm={{name: '{name}'}}")
+    engine = "rollout.engine={name: 'tests.outside.table:Table', answers: [[2]]}"
+    config = grpo_config(f"algorithm={{name: '{name}'}}", engine)
     with pytest.raises(ConfigError) as refused:
         load_prompt_data(config)
     assert str(refused.value).splitlines() == [f"algorithm.name: {name}'s {line.format(name=name)}" for line in lines]
@@ -133,7 +134,15 @@ def test_roles_that_a_run_does_not_have_are_refused() -> None:
         grpo_config(f"algorithm={{name: '{__name__}:NeedsTheCritic'}}")
 
 
-@pytest.mark.parametrize("overrides", [[], ["algorithm.kl_coef=0"], [f"algorithm={{name: '{__name__}:Plain'}}"]])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["algorithm.kl_coef=0"],
+        [f"algorithm={{name: '{__name__}:Plain'}}"],
+        [f"algorithm={{name: '{__name__}:ReadsTheEnginesLogProbs'}}"],
+    ],
+)
 def test_what_is_made_is_accepted(overrides: list[str]) -> None:
     check_data_flow(grpo_config(*overrides))
 

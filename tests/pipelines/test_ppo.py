@@ -23,6 +23,7 @@ from roll.config import ModelConfig, load_config
 from roll.pipelines.prompt_data import load_prompt_data
 from roll.pipelines.rl_config import RLConfig
 from roll.strategies import HfStrategy
+from tests.generation.serving import engine_of, requests
 from tests.pipelines.conftest import Head
 from tests.pipelines.small_run import EXAMPLES, SMALL, driver, outcome_of, run, share_of_letters
 from tests.processes import command_line, descendants, end, wait_for_end, wait_until
@@ -75,12 +76,18 @@ def assert_same_beside_weights(start: Path, final: Path) -> None:
 def greedy_score(folder: Path, config: RLConfig) -> float:
     """The mean score of the greedy answers of the model in `folder` to the run's held-out prompts."""
     data = load_prompt_data(config)
-    model = HfStrategy(config.strategy_settings("rollout", folder))
+    model = HfStrategy(config.strategy_settings("reference", folder).model_copy(update={"name": "hf"}))
     model.initialize()
-    tokens = {"end_token_ids": data.end_token_ids, "pad_token_id": data.tokenizer.pad_token_id}
-    answers = model.generate(data.held_out, max_new_tokens=config.rollout.max_new_tokens, temperature=None, **tokens)
-    ids = [row[mask.bool()] for row, mask in zip(answers["input_ids"], answers["response_mask"], strict=True)]
-    texts = data.tokenizer.batch_decode([row.tolist() for row in ids], skip_special_tokens=True)
+    engine = engine_of(model, data.held_out["input_ids"].shape[1] + config.rollout.max_new_tokens)
+    rows = zip(data.held_out["input_ids"], data.held_out["attention_mask"], strict=True)
+    asked = requests(
+        [row[mask.bool()].tolist() for row, mask in rows],
+        temperature=None,
+        ends=data.end_token_ids,
+        length=config.rollout.max_new_tokens,
+    )
+    answers = [response.token_ids for response in engine.generate(asked)]
+    texts = data.tokenizer.batch_decode(answers, skip_special_tokens=True)
     scores = share_of_letters(texts, list(data.held_out.non_tensor_batch["entry"]))
     return sum(scores) / len(scores)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -17,6 +16,11 @@ from roll.algorithms import Credit, LossTerm, entropy_term
 from roll.algorithms.grpo import GRPO
 from roll.algorithms.registry import make_algorithm
 from roll.config import load_config
+from roll.data.prompts import PromptSampler
+from roll.environments.environment import Turn
+from roll.environments.episodes import Finished
+from roll.generation.batches import pack_responses
+from roll.generation.records import Response, Stop
 from roll.pipelines.prompt_data import load_prompt_data
 from roll.pipelines.rl import RLPipeline
 from roll.pipelines.rl_config import RLConfig
@@ -32,7 +36,7 @@ class ScriptedRole:
     """A role of one rank. A script is the value of a method, or a function of its arguments."""
 
     def __init__(self, role: str, **scripts: Any) -> None:
-        self.cluster = SimpleNamespace(role=role, degrees=SimpleNamespace(dp=1))
+        self.cluster = SimpleNamespace(role=role, degrees=SimpleNamespace(dp=1, pp=1))
         for method, script in scripts.items():
             setattr(self, method, ScriptedMethod(script))
 
@@ -56,20 +60,28 @@ def per_token(**values: float) -> Callable[[DataProto], DataProto]:
     return script
 
 
-def scores(batch: DataProto) -> DataProto:
-    ones, texts = torch.ones(len(batch)), np.array(["text"] * len(batch), dtype=object)
-    return DataProto.from_dict({"scores": ones, "exact": ones}, non_tensors={"response": texts})
+def begin(prompts: list[list[int]], entries: list[Any]) -> list[Turn]:
+    return [Turn(prompt) for prompt in prompts]
 
 
-def with_responses(prompts: DataProto) -> DataProto:
+def step(responses: list[Response]) -> list[Finished]:
+    return [Finished(reward=1.0, metrics={}, text="text", exact=1.0) for _ in responses]
+
+
+def generate(requests: DataProto, **_: Any) -> DataProto:
     """Every prompt with the response `a`, and nothing behind it."""
-    mask, response = prompts["attention_mask"], torch.tensor([[7, 2]]).expand(len(prompts), -1)
-    tensors = {
-        "input_ids": torch.cat([prompts["input_ids"], response], dim=1),
-        "attention_mask": torch.cat([mask, torch.ones_like(response)], dim=1),
-        "response_mask": torch.cat([torch.zeros_like(mask), torch.ones_like(response)], dim=1),
+    return pack_responses([Response(row, (7, 2), None, Stop.END, 1) for row in range(len(requests))], 6)
+
+
+def generating_roles() -> dict[str, ScriptedRole]:
+    """The roles that play episodes."""
+    return {
+        "rollout": ScriptedRole("rollout", generate=generate, open_update=None, close_update=None),
+        "reward": ScriptedRole("reward", begin=begin, step=step),
     }
-    return DataProto.from_dict(tensors, prompts.non_tensor_batch)
+
+
+SENDS_NOTHING = {"declare": {}, "next_bucket": [None]}
 
 
 def gets(*fields: str, answer: Callable[[], Any]) -> Callable[[DataProto, Any], Any]:
@@ -86,14 +98,13 @@ def step_metrics(tmp_path: Path, actor_steps: list[dict[str, float]], *overrides
     """The metrics of a first step whose four optimizer steps of the actor report `actor_steps`."""
     config = load_config(RLConfig, EXAMPLES / "ppo_cpu.yaml", [*SMALL, *overrides])
     data = load_prompt_data(config)
-    answered = with_responses(data.train)
     reported = iter(actor_steps)
     roles = {
         "actor": ScriptedRole(
             "actor",
             compute_log_probs=per_token(log_probs=-2.0, entropy=1.5),
             train=gets("log_probs", "advantages", answer=lambda: [next(reported)]),
-            weights=[],
+            **SENDS_NOTHING,
         ),
         "critic": ScriptedRole(
             "critic",
@@ -103,18 +114,14 @@ def step_metrics(tmp_path: Path, actor_steps: list[dict[str, float]], *overrides
         "reference": ScriptedRole("reference", compute_log_probs=per_token(log_probs=-2.5))
         if "reference" in ranks_of_roles(config)
         else None,
-        "rollout": ScriptedRole(
-            "rollout",
-            generate=lambda prompts, **_: answered.select_idxs(list(range(len(prompts)))),
-            update_weights=None,
-        ),
-        "reward": ScriptedRole("reward", score=scores),
+        **generating_roles(),
     }
     tracker = RunTracker(tmp_path, config_yaml="", total_steps=1, title="", console=Console(file=io.StringIO()))
     with tracker:
         pipeline = RLPipeline(config, data, Roles(**cast(dict[str, Any], roles)), tracker)
         metrics, tokens = pipeline.step(1)
-    assert tokens == int(answered.select_idxs(list(range(16)))["attention_mask"].sum())
+    sampled = data.train.select_idxs(next(PromptSampler(64, 8, config.seed)))
+    assert tokens == 2 * (int(sampled["attention_mask"].sum()) + 8 * 2)
     assert next(reported, None) is None
     return metrics
 
@@ -137,7 +144,6 @@ def test_an_algorithm_gets_the_roles_and_fields_that_it_declares_and_no_others(t
     config = grpo_config(name)
     assert ranks_of_roles(config).keys() == {"actor", "rollout", "reward"}
     data = load_prompt_data(config)
-    answered = with_responses(data.train)
     sent: list[DataProto] = []
 
     def train(batch: DataProto, terms: list[LossTerm]) -> list[dict[str, float]]:
@@ -145,15 +151,10 @@ def test_an_algorithm_gets_the_roles_and_fields_that_it_declares_and_no_others(t
         return [{"loss": 2.0}]
 
     roles = {
-        "actor": ScriptedRole("actor", train=train, weights=[]),
+        "actor": ScriptedRole("actor", train=train, **SENDS_NOTHING),
         "critic": None,
         "reference": None,
-        "rollout": ScriptedRole(
-            "rollout",
-            generate=lambda prompts, **_: answered.select_idxs(list(range(len(prompts)))),
-            update_weights=None,
-        ),
-        "reward": ScriptedRole("reward", score=scores),
+        **generating_roles(),
     }
     with RunTracker(tmp_path, config_yaml="", total_steps=1, title="", console=Console(file=io.StringIO())) as tracker:
         metrics, _ = RLPipeline(config, data, Roles(**cast(dict[str, Any], roles)), tracker).step(1)

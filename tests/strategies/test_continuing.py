@@ -181,18 +181,20 @@ def test_training_at_rate_zero_is_said_once(outcomes: Any) -> None:
     [
         ({"schedule": "linear", "total_steps": 4}, 4),
         ({"schedule": "cosine", "total_steps": 4, "warmup_steps": 2}, 4),
+        ({"schedule": "linear", "total_steps": 4, "warmup_steps": 4}, 5),  # Step 4 has the full rate.
         ({"schedule": "linear", "total_steps": 4, "min_lr": 1e-5}, None),
         ({"schedule": "constant", "total_steps": 4, "warmup_steps": 2}, None),  # The warm-up starts at 0 on purpose.
     ],
 )
 def test_what_counts_as_the_end_of_a_schedule(changes: dict[str, Any], said_at: int | None) -> None:
-    end = EndOfSchedule(OptimizerSettings(lr=1e-2, **changes))
-    said = []
-    with messages(PROGRESS) as texts:
-        for step in range(8):
-            end.check(step)
-            said.append(len(texts))
-    assert said == [int(said_at is not None and step >= said_at) for step in range(8)]
+    for first in (0, 6):  # A continued run may begin behind the end.
+        end = EndOfSchedule(OptimizerSettings(lr=1e-2, **changes))
+        said = []
+        with messages(PROGRESS) as texts:
+            for step in range(first, 8):
+                end.check(step)
+                said.append(len(texts))
+        assert said == [int(said_at is not None and step >= said_at) for step in range(first, 8)]
 
 
 def test_settings_that_are_new_since_the_checkpoint_have_no_old_value() -> None:

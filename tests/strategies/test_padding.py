@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from roll.data.tokenizer import build_char_tokenizer, padding_id
 from roll.parallel.state import parallel_groups
 from roll.protocol import DataProto
 from roll.strategies import HfStrategy, MegatronTrainStrategy
+from tests.generation.serving import engine_of, model_of, requests
 from tests.rank_pool import RankPool
 from tests.strategies.tiny import TINY, settings, weighted_nll, write_tiny
 
@@ -95,20 +97,20 @@ def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("temperature", [None, 1.0])
 def test_generation_is_the_same(tmp_path: Path, temperature: float | None) -> None:
-    model = HfStrategy(settings(write_tiny(tmp_path / "tiny", MODEL), "hf"))
-    model.initialize()
+    model = model_of(write_tiny(tmp_path / "tiny", MODEL))
+    rows = zip(*(prompts(without_a_pad_token())[name] for name in ("input_ids", "attention_mask")), strict=True)
+    asked = requests(
+        [row[mask.bool()].tolist() for row, mask in rows], temperature=temperature, ends=(END,), length=24, seed=5
+    )
     answers = []
     for tokenizer in (build_char_tokenizer("0123456789 +-="), without_a_pad_token()):
-        torch.manual_seed(5)
-        tokens = {"end_token_ids": (END,), "pad_token_id": padding_id(tokenizer)}
-        answers.append(model.generate(prompts(tokenizer), max_new_tokens=24, temperature=temperature, **tokens))
+        engine = engine_of(model, max_tokens=32)
+        engine.model = replace(engine.model, pad_token_id=padding_id(tokenizer))
+        answers.append(list(engine.generate(asked)))
     theirs, ours = answers
-    for name in ("attention_mask", "response_mask"):
-        assert torch.equal(ours[name], theirs[name])
-    real = theirs["attention_mask"].bool()
-    assert torch.equal(ours["input_ids"][real], theirs["input_ids"][real])
+    assert ours == theirs
     if temperature is not None:
-        assert not theirs["response_mask"][:, -1].all(), "no response ended, so nothing was filled behind one"
+        assert min(len(response.token_ids) for response in theirs) < 24, "no response ended: nothing was filled"
 
 
 def test_the_reference_computes_and_learns_the_same(tmp_path: Path) -> None:

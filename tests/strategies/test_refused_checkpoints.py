@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import dist_checkpointing
 from torch import Tensor
 
-from roll.checkpoint.checksums import CHECKSUMS, Checksum, checksums_of
+from roll.checkpoint.checksums import CHECKSUMS, Checksum, checksums_of, write_checksums
 from roll.checkpoint.training_state import sharded_training_state
+from roll.errors import mistake
 from roll.parallel.state import parallel_groups
 from roll.strategies import HfStrategy, MegatronTrainStrategy
 from tests.layouts import name_of
@@ -90,6 +92,12 @@ def other_text(file: Path) -> None:
     file.write_text('{"name": "x"}')
 
 
+def of_another_strategy(file: Path) -> None:
+    """A complete checkpoint, with other files."""
+    (file.parent / "model.pt").write_text("weights")
+    write_checksums(file.parent, checksums_of(file.parent, ["model.pt"]))
+
+
 Damage = tuple[Callable[[Path], None], str, str]
 """How a file is damaged, its name, and the message that is expected of it."""
 
@@ -117,12 +125,21 @@ OF_CHECKSUMS: list[Damage] = [
 ]
 OF_TENSORS = ("__0_0.distcp", "__0_1.distcp", "__1_0.distcp", "__1_1.distcp")
 DAMAGES: dict[str, list[Damage]] = {
-    "hf": [*damages_of("state.pt"), *OF_CHECKSUMS],
+    "hf": [
+        *damages_of("state.pt"),
+        *OF_CHECKSUMS,
+        (of_another_strategy, CHECKSUMS, r"is not a checkpoint of strategy hf: it holds no state\.pt$"),
+    ],
     "megatron_train": [
         *damages_of("common.pt"),
         *damages_of(".metadata"),
         *damages_of("metadata.json"),
         *OF_CHECKSUMS,
+        (
+            of_another_strategy,
+            CHECKSUMS,
+            r"is not a checkpoint of Megatron-Core: it holds no common\.pt, metadata\.json, \.metadata$",
+        ),
         *(damage for file in OF_TENSORS for damage in damages_of(file)),
     ],
 }
@@ -168,3 +185,29 @@ def test_a_checkpoint_of_another_model(
         ((message, same),) = told
         assert re.search(r"another model: \S*v_head\.weight has shape None there, \(1, 48\) here", message)
         assert same
+
+
+def loses_files(folder: Path, layout: dict[str, Any], checkpoint: Path) -> str:
+    """What a rank is told when the files of rank 1 vanish after the ranks have checked them."""
+
+    def lose_and_load(state_dict: dict[str, Any], place: str) -> dict[str, Any]:
+        for file in Path(place).glob("__1_*"):
+            file.unlink(missing_ok=True)
+        return load(state_dict, place)
+
+    load = dist_checkpointing.load
+    with trained(folder, layout) as strategy, pytest.MonkeyPatch.context() as patch:
+        strategy.save_checkpoint(checkpoint)
+        patch.setattr(dist_checkpointing, "load", lose_and_load)
+        with pytest.raises(OSError, match="tensors cannot be read") as error:
+            strategy.load_checkpoint(checkpoint)
+    return mistake(error.value) or "a traceback"
+
+
+def test_files_that_vanish_while_they_are_read(ranks: RankPool, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    told = ranks.run(loses_files, write_tiny(tmp_path / "tiny"), {"pp": 2}, saved, world_size=2)
+    for line in told:
+        assert line.startswith(f"{saved}: tensors cannot be read, and weights are replaced in part: ")
+        assert "No such file" in line
+    assert told[0] == told[1]

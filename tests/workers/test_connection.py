@@ -51,6 +51,12 @@ def test_addresses_of_no_cluster(address: str, found: str) -> None:
         start_ray(address, 1)
 
 
+def test_a_place_in_brackets() -> None:
+    """Refused, or impossible without IPv6; a name that nobody knows is Errno -2."""
+    with pytest.raises(ConfigError, match=r"^ray.address: no Ray cluster answers at '\[::1\]:1' \(\[Errno \d"):
+        start_ray("[::1]:1", 1)
+
+
 @pytest.mark.parametrize("scheme", ["", "ray://"])
 def test_a_port_that_nobody_serves(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
     address = scheme + closed_port()
@@ -63,9 +69,19 @@ def test_a_port_that_nobody_serves(monkeypatch: pytest.MonkeyPatch, scheme: str)
         start_ray(address, 1)
 
 
-def test_a_port_that_is_silent() -> None:
-    with listening() as (_, address), pytest.raises(ConfigError, match=f"at '{address}' within 1 s"):
-        check_cluster("ray.address", address, 1)
+def test_a_port_that_is_silent_at_the_second_place_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first place refuses, as ::1 does where localhost is both and Ray listens on 127.0.0.1."""
+    with listening() as (server, address):
+        places = [("127.0.0.1", int(closed_port().rpartition(":")[2])), server.getsockname()]
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", place) for place in places]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        with pytest.raises(ConfigError, match=f"at '{address}' within 1 s"):
+            check_cluster("ray.address", address, 1)
+
+
+def test_what_ray_refuses_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"^ray.address: no Ray cluster answers at 'nowhere://a' \(.*nowhere://a\): "):
+        check_cluster("ray.address", "nowhere://a", 300)
 
 
 def test_a_host_that_drops_packets() -> None:

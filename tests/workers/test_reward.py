@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
-import numpy as np
-import torch
-
+from roll.config import RewardSettings
 from roll.data.tasks import Entry
 from roll.data.tokenizer import build_char_tokenizer
-from roll.protocol import DataProto
+from roll.environments.environment import Turn
+from roll.environments.episodes import Finished
+from roll.generation.records import Response, Stop
 from roll.workers.reward import RewardWorker
 
 
@@ -22,22 +23,27 @@ def test_a_response_is_its_text_without_the_end_token(tmp_path: Path) -> None:
     tokenizer = build_char_tokenizer("0123456789")  # "1" has id 5: an end token that is no special token.
     tokenizer.save_pretrained(tmp_path)
     worker = RewardWorker(
-        function=f"{__name__}:lengths",
+        settings=RewardSettings(function=f"{__name__}:lengths"),
         tokenizer=tmp_path,
         end_token_ids=(2, 5),
+        vocab_size=14,
         role="reward",
         rank=0,
         world_size=1,
     )
-    # Ends at 5, ends at 2, was cut, is an end token alone, is nothing.
-    rows = [[4, 6, 7, 5, 0], [4, 6, 2, 0, 0], [4, 6, 7, 6, 6], [4, 5, 0, 0, 0], [4, 0, 0, 0, 0]]
-    masks = [[0, 1, 1, 1, 0], [0, 1, 1, 0, 0], [0, 1, 1, 1, 1], [0, 1, 0, 0, 0], [0, 0, 0, 0, 0]]
+    # Ends at 5, ends at 2, was cut, is an end token alone.
+    rows = [(6, 7, 5), (6, 2), (6, 7, 6, 6), (5,)]
+    responses = [Response(row, ids, None, Stop.END, 1) for row, ids in enumerate(rows)]
     entry = {"answer": "23", "question": "", "metadata": {"source_dataset": "chain_sum"}}
-    batch = DataProto.from_dict(
-        {"input_ids": torch.tensor(rows), "response_mask": torch.tensor(masks)},
-        {"entry": np.array([entry] * 5, dtype=object)},
-    )
-    scored = worker.score(batch)
-    assert scored.non_tensor_batch["response"].tolist() == ["23", "2", "2322", "", ""]
-    assert scored["scores"].tolist() == [2, 1, 4, 0, 0]
-    assert scored["exact"].tolist() == [1, 0, 0, 0, 0]
+
+    async def scored() -> list[Turn | Finished]:
+        assert await worker.begin([[4]] * 4, [entry] * 4) == [Turn((4,))] * 4
+        return await worker.step(responses)
+
+    finished = asyncio.run(scored())
+    assert [(end.text, end.reward, end.exact) for end in finished if isinstance(end, Finished)] == [
+        ("23", 2, 1),
+        ("2", 1, 0),
+        ("2322", 4, 0),
+        ("", 0, 0),
+    ]

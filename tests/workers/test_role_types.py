@@ -80,8 +80,8 @@ def refused(roles: Roles, echo: Louder, batch: DataProto, terms: Sequence[LossTe
     roles.actor.train(terms, batch)  # swapped
     roles.actor.trian(batch, terms)  # misspelt
     metrics: Metrics = roles.actor.train(batch, terms)  # not one
-    roles.reward.score(batch).scores  # not an attribute
-    roles.reward.score.submit(batch).union(batch)  # not waited for
+    roles.rollout.generate(batch, seed=1).scores  # not an attribute
+    roles.rollout.generate.submit(batch, seed=1).union(batch)  # not waited for
     roles.rollout.generate(batch, sead=3, seed=1)  # unknown keyword
     roles.actor.train.submit_remote(batch, terms)  # no rows
     echo.rows(echo.rows.submit_remote(batch).result())  # remote rows
