@@ -9,13 +9,12 @@ Shapes: B rows, S padded length.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from roll.algorithms.loss_term import LossAggregation, LossTerm, Normalizer
+from roll.algorithms.loss_term import LossTerm, Normalizer, check_normalizer
 from roll.algorithms.masking import masked_mean, masked_sum
 from roll.errors import UserError
 from roll.protocol.normalizers import LossNormalizers
@@ -76,11 +75,7 @@ def aggregate_loss(
         ValueError: unknown mode, a number that is not above 0, unequal shapes, or loss tokens here although the step
             counts none.
     """
-    if isinstance(mode, int | float):
-        if not 0 < mode < math.inf:
-            raise UserError(f"a loss is divided by a finite number above 0, got {mode}")
-    elif mode not in get_args(LossAggregation):
-        raise UserError(f"loss_agg must be one of {', '.join(get_args(LossAggregation))}, got {mode!r}")
+    check_normalizer(mode)
     if normalizers.tokens == 0 or normalizers.sequences == 0:
         if present := int((mask != 0).sum()):
             raise UserError(f"the micro-batch has {present} loss tokens, but its step is counted as {normalizers}")

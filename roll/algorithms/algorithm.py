@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class AlgorithmSettings(Settings):
-    """What every algorithm's settings have. A role that only this algorithm has is a section here, under its name."""
+    """Settings that every algorithm has. A role that only this algorithm has is a section here, under its name."""
 
     name: str
     """The algorithm: a file of `roll/algorithms`, or module:Name of a class of your own."""
@@ -36,12 +36,12 @@ class AlgorithmSettings(Settings):
 
 @dataclass(frozen=True)
 class Credit:
-    """What a step's responses are worth."""
+    """Credit of a step's responses."""
 
     fields: Mapping[str, Tensor]
     """New fields of the batch, `[B, ...]`, that loss terms read."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What is logged of the step."""
+    """Numbers that are logged for the step, under names that the loop and the losses do not use."""
     kept: Tensor | None = None
     """`[B]` bool: the responses that are learned from; None: all. The others count in no normaliser."""
 
@@ -64,7 +64,7 @@ class Algorithm(ABC):
 
     @property
     def roles(self) -> Set[str]:
-        """Model roles that are started: actor, and critic and reference where they are named."""
+        """Model roles that are needed beside the actor, which every run has: critic, reference."""
         return {"actor"}
 
     @property
@@ -95,12 +95,20 @@ class Algorithm(ABC):
         return True
 
     def observe(self, metrics: Mapping[str, float], responses: int) -> None:  # noqa: B027 (most have nothing to adapt)
-        """Take in the metrics of `credit` of a step with this many responses: what adapts, adapts here."""
+        """Adapt to the metrics of `credit` of a step with this many responses."""
 
     @classmethod
     def settings_type(cls) -> type[AlgorithmSettings]:
         """The class of `settings`. Raises UserError if the annotation is no AlgorithmSettings."""
-        settings = get_type_hints(cls)["settings"]
+        owner = next(base for base in cls.__mro__ if "settings" in vars(base).get("__annotations__", {}))
+        annotation = owner.__annotations__["settings"]
+        # Alone: other attributes may have types that are imported for type checkers only.
+        alone = type(cls.__name__, (), {"__annotations__": {"settings": annotation}, "__module__": owner.__module__})
+        try:
+            settings = get_type_hints(alone)["settings"]
+        except NameError as error:
+            text = f"{cls.__name__}.settings is annotated with {annotation!r}, which module {owner.__module__}"
+            raise UserError(f"{text} does not have at run time: {error}") from error
         if not (isinstance(settings, type) and issubclass(settings, AlgorithmSettings)):
             raise UserError(f"{cls.__name__}.settings is annotated with {settings!r}, which is no AlgorithmSettings")
         return settings

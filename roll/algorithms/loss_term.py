@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
+
+from roll.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -12,9 +15,12 @@ if TYPE_CHECKING:
     from roll.protocol import DataProto
     from roll.strategies.output import ModelOutput
 
+TOKENS = ("input_ids", "attention_mask", "response_mask")
+"""Fields that every loss and every look-up of a model role is sent."""
+
 LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
 Normalizer = LossAggregation | float
-"""What the token losses of a step are divided by; see `aggregate_loss`. A number divides their plain sum."""
+"""Divisor of the token losses of a step; see `aggregate_loss`. A number divides their plain sum."""
 
 TokenLoss = tuple["Tensor", dict[str, "Tensor"]]
 """A loss per token, `[b, S-1]`, and metrics per token by name, of which the mean over the tokens of a step is logged.
@@ -28,9 +34,20 @@ class LossTerm:
     function: Callable[[DataProto, ModelOutput], TokenLoss]
     """Pure function of a micro-batch and the model's answers about it."""
     reads: frozenset[str] = frozenset()
-    """Fields of the micro-batch that it reads beside `input_ids`, `attention_mask` and `response_mask`; no others are
-    sent."""
+    """Fields of the micro-batch that it reads beside `TOKENS`; no others are sent."""
     per: Normalizer = "token-mean"
-    """What its sum is divided by."""
+    """Divisor of its sum."""
     weight: float = 1.0
     """Factor in the sum of terms."""
+
+    def __post_init__(self) -> None:
+        check_normalizer(self.per)
+
+
+def check_normalizer(per: Normalizer) -> None:
+    """Raise ValueError unless `per` is a way of aggregation, or a finite number above 0."""
+    if isinstance(per, int | float):
+        if not 0 < per < math.inf:
+            raise UserError(f"a loss is divided by a finite number above 0, got {per}")
+    elif per not in get_args(LossAggregation):
+        raise UserError(f"loss_agg must be one of {', '.join(get_args(LossAggregation))}, got {per!r}")

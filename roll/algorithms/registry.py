@@ -36,12 +36,14 @@ ALGORITHMS = tuple(
 def find_algorithm(name: str) -> type[Algorithm]:
     """The class that `name` stands for: a file of this package, or `module:Name` of a user's own `Algorithm`.
 
-    Raises UserError if there is none.
+    Raises UserError if there is none, or one that lacks what an algorithm must declare.
     """
     if ":" in name:
         found = load_named(name, "algorithm", "Algorithm")
         if not (isinstance(found, type) and issubclass(found, Algorithm)):
             raise UserError(f"algorithm {name!r} is no subclass of roll.algorithms.Algorithm")
+        if found.__abstractmethods__:
+            raise UserError(f"algorithm {name!r} lacks {', '.join(sorted(found.__abstractmethods__))}")
         return found
     if name not in ALGORITHMS:
         raise unknown_name(name, ALGORITHMS, "an algorithm")

@@ -45,7 +45,7 @@ class ChosenByName:
     def __get_pydantic_core_schema__(self, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
         def chosen(value: object) -> object:
             if isinstance(value, source):
-                return value
+                return self._under_its_name(value, source)
             if not isinstance(value, Mapping):
                 raise PydanticKnownError("model_type", {"class_name": source.__name__})
             section = self._class_of(value, source)
@@ -55,6 +55,15 @@ class ChosenByName:
         dumped = core_schema.simple_ser_schema("any")  # As its own class, not as the one that the field is declared as.
         return core_schema.no_info_plain_validator_function(chosen, serialization=dumped)
 
+    def _under_its_name(self, settings: BaseModel, source: type[BaseModel]) -> BaseModel:
+        """Settings made by hand, unless their name stands for another class."""
+        name = getattr(settings, NAME)
+        section = self._class_of({NAME: name}, source)
+        if not isinstance(settings, section):
+            text = f"{name!r} has settings of class {section.__name__}, not {type(settings).__name__}"
+            raise _wrong_name(source, name, UserError(text))
+        return settings
+
     def _class_of(self, value: Mapping[Any, Any], source: type[BaseModel]) -> type[BaseModel]:
         name = value.get(NAME, self.default)
         if not isinstance(name, str):
@@ -63,8 +72,11 @@ class ChosenByName:
         try:
             return self.find(name)
         except UserError as error:
-            details = InitErrorDetails(type="value_error", loc=(NAME,), input=name, ctx={"error": error})
-            raise _wrong(source, details) from error
+            raise _wrong_name(source, name, error) from error
+
+
+def _wrong_name(source: type[BaseModel], name: str, error: UserError) -> ValidationError:
+    return _wrong(source, InitErrorDetails(type="value_error", loc=(NAME,), input=name, ctx={"error": error}))
 
 
 def _wrong(source: type[BaseModel], details: InitErrorDetails) -> ValidationError:

@@ -68,7 +68,8 @@ def nearest_setting(cls: type[BaseModel], path: str, data: Any = None) -> str:
     if similar := get_close_matches(name, siblings, n=1):
         return siblings[similar[0]]
     namesakes = [other for other in known if _name(other) == name]
-    return get_close_matches(path, namesakes or known, n=1, cutoff=0.0)[0]
+    others = [other for other in known if not path.startswith(f"{other}.")]  # The section itself is no answer.
+    return get_close_matches(path, namesakes or others or known, n=1, cutoff=0.0)[0]
 
 
 def known_settings(cls: type[BaseModel], data: Any = None) -> list[str]:

@@ -1,4 +1,4 @@
-"""From whom each field of a batch comes, checked before any process starts.
+"""Makers and readers of the fields of a batch, matched before any process starts.
 
 A run without a field that its algorithm reads would fail only after its first batch has been sampled.
 """
@@ -9,19 +9,19 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
 
 from roll.algorithms.algorithm import Algorithm
-from roll.algorithms.loss_term import LossTerm
+from roll.algorithms.loss_term import TOKENS, LossTerm
 from roll.algorithms.registry import make_algorithm
-from roll.config import ConfigError, Problem
+from roll.config import ConfigError, Problem, TrainRoleSettings
 from roll.generation.records import LOG_PROBS
 from roll.generation.registry import find_engine
 from roll.pipelines.rl_config import MODEL_ROLES, RLConfig
 
-TOKENS = frozenset({"input_ids", "attention_mask", "response_mask"})
-"""Fields that every loss is given."""
+OBJECTS = frozenset({"prompt", "entry", "response", "stop"})
+"""Fields with one Python object per row, which credit may read; all others are tensors."""
 
 MADE_BY: Mapping[str, Set[str]] = MappingProxyType(
     {
-        "rollout": TOKENS | {"prompt", "entry", "stop"},
+        "rollout": frozenset({*TOKENS, "prompt", "entry", "stop"}),
         "reward": frozenset({"scores", "exact", "response"}),
         "loop": frozenset({"group"}),
         "actor": frozenset({"log_probs", "entropy"}),
@@ -37,8 +37,11 @@ ENGINE_MAKES = frozenset({LOG_PROBS})
 
 
 def check_data_flow(config: RLConfig) -> None:
-    """Raise ConfigError where the algorithm reads what nothing in the run makes, or trains a role that it does not
-    name: with the field, who reads it and what would make it.
+    """Refuse an algorithm whose fields or roles do not fit the run.
+
+    Raises ConfigError: it reads what nothing in the run makes (with the field, who reads it and what would make it),
+    its credit replaces the tokens, a loss reads objects or has no terms, or the role that it trains is not started or
+    has no optimizer.
     """
     problems = list(_problems(config, make_algorithm(config.algorithm)))
     if problems:
@@ -47,7 +50,7 @@ def check_data_flow(config: RLConfig) -> None:
 
 def fields_of(terms: Sequence[LossTerm]) -> list[str]:
     """All that a loss of these terms reads of a batch, and so all that is sent for it."""
-    return sorted(TOKENS.union(*(term.reads for term in terms)))
+    return sorted({*TOKENS}.union(*(term.reads for term in terms)))
 
 
 def _problems(config: RLConfig, algorithm: Algorithm) -> Iterator[Problem]:
@@ -56,18 +59,31 @@ def _problems(config: RLConfig, algorithm: Algorithm) -> Iterator[Problem]:
         yield Problem("algorithm.name", f"{name} needs a role {role!r}; a run has {', '.join(MODEL_ROLES)}")
     makers = {"rollout", "reward", "loop", *config.model_roles}
     there = find_engine(config.rollout.engine.name).provides.union(*(MADE_BY[maker] for maker in makers))
+    for field in sorted(algorithm.makes & {*TOKENS}):
+        yield Problem("algorithm.name", f"{name}'s credit makes {field!r}, which the role rollout makes")
+    losses = algorithm.losses()
+    if not losses:
+        yield Problem("algorithm.name", f"{name}'s losses train no role")
     readers: list[tuple[str, Set[str]]] = [("credit", algorithm.reads - there)]
-    for role, terms in algorithm.losses().items():
-        if role not in config.model_roles or role == "reference":
+    for role, terms in losses.items():
+        reader, fields = f"loss of {role}", frozenset(fields_of(terms))
+        if role not in config.model_roles:
             yield Problem("algorithm.name", f"{name} trains {role!r}, which is not a trained role that it needs")
-        readers.append((f"loss of {role}", frozenset(fields_of(terms)) - there - algorithm.makes))
+        elif not isinstance(config.model_role(role), TrainRoleSettings):
+            yield Problem("algorithm.name", f"{name} trains {role!r}, whose settings have no optimizer")
+        if not terms:
+            yield Problem("algorithm.name", f"{name}'s {reader} has no terms")
+        for field in sorted(fields & OBJECTS):
+            text = f"{name}'s {reader} reads {field!r}, which is no tensor; a loss is sent tensors only"
+            yield Problem("algorithm.name", text)
+        readers.append((reader, fields - there - algorithm.makes))
     for reader, missing in readers:
         for field in sorted(missing):
             yield Problem("algorithm.name", f"{name}'s {reader} reads {field!r}, {_maker(field, config)}")
 
 
 def _maker(field: str, config: RLConfig) -> str:
-    """What would make a field that is not there."""
+    """The maker that a missing field would have."""
     for maker, fields in MADE_BY.items():
         if field in fields:
             return f"which the role {maker} makes, and {config.algorithm.name} does not name this role"

@@ -14,15 +14,17 @@ import torch
 from rich.console import Console
 
 from roll.algorithms import Credit
+from roll.algorithms.loss_term import TOKENS
 from roll.algorithms.registry import find_algorithm, make_algorithm
 from roll.config import dump_config
 from roll.data.micro_batches import with_plan
 from roll.data.prompts import PromptSampler
-from roll.pipelines.data_flow import MADE_BY, TOKENS, fields_of
+from roll.pipelines.credit import with_credit
+from roll.pipelines.data_flow import MADE_BY, fields_of
 from roll.pipelines.episodes import EpisodePlayer, RowLimits
 from roll.pipelines.prompt_data import PromptData
 from roll.pipelines.rl_config import RLConfig
-from roll.pipelines.rl_metrics import StepMetrics, rate_zero_notes, response_metrics, update_metrics
+from roll.pipelines.rl_metrics import StepMetrics, rate_zero_notes, step_metrics, update_metrics
 from roll.pipelines.roles import Roles, place_roles, ranks_of_roles, start_roles, worker_logs
 from roll.pipelines.run_folder import FINAL_MODEL
 from roll.pipelines.tracker import EVALUATION, RunTracker, Sample
@@ -110,8 +112,7 @@ class RLPipeline:
         batch = self.look_up(batch)
         credit = self.algorithm.credit(batch)
         self.algorithm.observe(credit.metrics, len(batch))
-        # Where both name a metric (entropy), it is the sampling policy's: the losses' is a mean over later ones.
-        metrics = self.learn(step, batch, credit) | response_metrics(batch) | dict(credit.metrics) | episode_metrics
+        metrics = step_metrics(self.learn(step, batch, credit), batch, credit.metrics) | episode_metrics
         self.sync_weights()
         self.record_samples(step, batch)
         return metrics, int(batch["attention_mask"].sum())
@@ -146,9 +147,7 @@ class RLPipeline:
 
     def learn(self, step: int, batch: DataProto, credit: Credit) -> StepMetrics:
         """The optimizer steps of this step: `epochs` passes over the batch in mini-batches."""
-        batch = batch.update(credit.fields)
-        if credit.kept is not None:
-            batch = batch.update({"response_mask": batch["response_mask"] * credit.kept.unsqueeze(1)})
+        batch = with_credit(batch, credit, self.algorithm.makes)
         losses = {role: terms for role, terms in self.losses.items() if self.algorithm.trains(role, step)}
         fields = {name for terms in losses.values() for name in fields_of(terms)}
         updates: dict[str, list[StepMetrics]] = {role: [] for role in losses}

@@ -106,8 +106,8 @@ class RLConfig(LoopSettings):
 
     @property
     def model_roles(self) -> tuple[ModelRole, ...]:
-        """The model roles that the algorithm needs; no other is started."""
-        needed = make_algorithm(self.algorithm).roles
+        """The actor, and the model roles that the algorithm needs; no other is started."""
+        needed = {"actor", *make_algorithm(self.algorithm).roles}
         return tuple(role for role in MODEL_ROLES if role in needed)
 
     def path_of(self, role: str) -> str:

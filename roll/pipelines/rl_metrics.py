@@ -1,4 +1,4 @@
-"""What a run of reinforcement learning logs of its steps, whatever its algorithm."""
+"""Metrics of a step of reinforcement learning, whatever its algorithm."""
 
 from __future__ import annotations
 
@@ -8,11 +8,26 @@ import numpy as np
 
 from roll.algorithms import Algorithm, masked_mean
 from roll.config import TrainRoleSettings
+from roll.errors import UserError
 from roll.pipelines.rl_config import RLConfig
 from roll.protocol import DataProto
 from roll.strategies.progress import end_of_schedule, rate_zero_message
 
 StepMetrics = dict[str, float]
+
+
+def step_metrics(updates: StepMetrics, batch: DataProto, credit: Mapping[str, float]) -> StepMetrics:
+    """Metrics of a step: of its updates, of its responses (`response_metrics`), and of their credit.
+
+    Where updates and responses both have `entropy`, it is the sampling policy's: the updates' is a mean over later
+    policies.
+
+    Raises ValueError if credit has a name of the others.
+    """
+    metrics = updates | response_metrics(batch)
+    if twice := metrics.keys() & credit.keys():
+        raise UserError(f"credit has metrics named {', '.join(sorted(twice))}, which the step itself reports")
+    return metrics | dict(credit)
 
 
 def response_metrics(batch: DataProto) -> StepMetrics:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from roll.algorithms import LossTerm, total_loss
+from roll.algorithms.loss_term import TOKENS
 from roll.config import StrategySettings
 from roll.parallel.state import init_parallel
 from roll.protocol import DataProto
@@ -19,9 +20,6 @@ from roll.workers.method import register
 from roll.workers.role import Role
 from roll.workers.weight_sync import WeightSource
 from roll.workers.worker import Worker
-
-# Fields that the look-ups below read of a batch, and so all that they are sent.
-TOKENS = ("input_ids", "attention_mask", "response_mask")
 
 
 class ReferenceWorker(Worker):

@@ -77,6 +77,7 @@ def test_there_is_a_reference_for_a_kl_term_only(overrides: list[str], roles: tu
     [
         (["responses_per_prompt=1"], "responses_per_prompt: must be at least 2 for grpo, got 1"),
         (["algorithm.critic={optimizer: {lr: 1.0}}"], "algorithm.critic: unknown setting; did you mean"),
+        (["algorithm.kl.coef=0.1"], "algorithm.kl: unknown setting; did you mean algorithm.kl_coef?"),
         (["algorithm.kl_coef=-1"], "algorithm.kl_coef: must be greater than or equal to 0, got -1"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,7 +13,22 @@ from roll.algorithms.registry import ALGORITHMS, SHARED, find_algorithm, setting
 from roll.errors import UserError
 from tests.outside.reinforce import Reinforce, ReinforceSettings
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tests.outside.reinforce import ReinforceSettings as Hidden
+
 OUTSIDE = "tests.outside.reinforce:Reinforce"
+
+
+class HidesItsSettings(Reinforce):
+    settings: Hidden
+
+
+class KeepsATensor(Reinforce):
+    """Annotates another attribute with a type that exists for type checkers only."""
+
+    last: Tensor
 
 
 def test_each_file_of_the_package_is_an_algorithm() -> None:
@@ -27,6 +43,7 @@ def test_each_file_of_the_package_is_an_algorithm() -> None:
 def test_a_class_of_a_users_own() -> None:
     assert find_algorithm(OUTSIDE) is Reinforce
     assert settings_of(OUTSIDE) is ReinforceSettings
+    assert settings_of(f"{__name__}:KeepsATensor") is ReinforceSettings
     assert settings_of("ppo") is PPOSettings
 
 
@@ -38,6 +55,11 @@ def test_a_class_of_a_users_own() -> None:
         ("tests.outside.reinforce:ReinforceSettings", "is no subclass of roll.algorithms.Algorithm"),
         ("tests.outside.reinforce:Reinforc", "near names: Reinforce"),
         ("no.such_module:A", "cannot import module 'no.such_module'"),
+        ("roll.algorithms:Algorithm", "lacks credit, losses, makes, reads"),
+        (
+            f"{__name__}:HidesItsSettings",
+            r"HidesItsSettings\.settings is annotated with 'Hidden', which .* does not have",
+        ),
     ],
 )
 def test_a_name_of_no_algorithm(name: str, message: str) -> None:

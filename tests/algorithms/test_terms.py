@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from roll.algorithms import KLSettings, LossTerm, entropy_term, kl_term, policy_term, total_loss, value_term
+from roll.algorithms import KLSettings, entropy_term, kl_term, policy_term, total_loss, value_term
 from roll.algorithms.ppo import PPO, PPOSettings
 from roll.config import OptimizerSettings, TrainRoleSettings
 from roll.protocol import DataProto, LossNormalizers
@@ -110,6 +110,10 @@ def test_two_metrics_of_one_name_are_refused() -> None:
 
 @pytest.mark.parametrize("number", [0, -1.0, float("inf"), float("nan")])
 def test_a_loss_is_divided_by_a_number_above_zero(number: float) -> None:
-    term = LossTerm(function=lambda data, output: (data["advantages"], {}), per=number)
-    with pytest.raises(ValueError, match="divided by a finite number above 0"):
-        total_loss([term], micro_batch(), Scripted())
+    with pytest.raises(ValueError, match=f"divided by a finite number above 0, got {number}"):
+        policy_term(0.2, 0.2, per=number)
+
+
+def test_a_term_with_an_unknown_normaliser_is_refused_where_it_is_made() -> None:
+    with pytest.raises(ValueError, match=r"loss_agg must be one of token-mean, .*, got 'tokens'"):
+        policy_term(0.2, 0.2, per="tokens")  # type: ignore[arg-type]

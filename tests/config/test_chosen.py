@@ -137,6 +137,13 @@ def test_a_section_without_a_name_or_a_default_has_no_class(tmp_path: Path) -> N
         load_config(House, tmp_path / "house.yaml")
 
 
+def test_settings_under_the_name_of_another_class_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^pet\.name: 'cat' has settings of class Cat, not Bird, got 'cat'$"):
+        House(pet=Bird(name="cat", span=1.0))
+    with pytest.raises(ConfigError, match=r"^pet\.name: must be cat or bird, got 'dog'$"):
+        House(pet=Bird(name="dog", span=1.0))
+
+
 def test_settings_of_another_kind_are_no_section() -> None:
     other: Any = Coat(colour="red")
     with pytest.raises(ConfigError, match=r"^pet: must be a section of settings, got Coat"):

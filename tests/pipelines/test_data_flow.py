@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from roll.algorithms import Algorithm, AlgorithmSettings, Credit, LossTerm, policy_term
-from roll.config import ConfigError
+from roll.config import ConfigError, ReferenceSettings
 from roll.pipelines.data_flow import check_data_flow, fields_of
 from roll.pipelines.prompt_data import load_prompt_data
 from tests.pipelines.grpo_run import grpo_config
@@ -58,6 +58,38 @@ class NeedsTheCritic(Plain):
     roles = frozenset({"actor", "critic"})
 
 
+class ReadsText(Plain):
+    def losses(self) -> dict[str, list[LossTerm]]:
+        return {"actor": [LossTerm(function=print, reads=frozenset({"entry", "scores"}))]}  # type: ignore[arg-type]
+
+
+class HasNoTerms(Plain):
+    def losses(self) -> dict[str, list[LossTerm]]:
+        return {"actor": []}
+
+
+class TrainsNothing(Plain):
+    def losses(self) -> dict[str, list[LossTerm]]:
+        return {}
+
+
+class MakesAMask(Plain):
+    makes = frozenset({"advantages", "response_mask"})
+
+
+class FrozenCriticSettings(AlgorithmSettings):
+    critic: ReferenceSettings = ReferenceSettings()
+
+
+class TrainsAFrozenCritic(TrainsTheCritic):
+    settings: FrozenCriticSettings
+    roles = frozenset({"actor", "critic"})
+
+
+class NamesNoActor(Plain):
+    roles = frozenset({"reference"})
+
+
 @pytest.mark.parametrize(
     ("algorithm", "lines"),
     [
@@ -74,6 +106,10 @@ class NeedsTheCritic(Plain):
             ReadsTheEnginesLogProbs,
             ["credit reads 'rollout_log_probs', which rollout.engine 'tests.outside.table:Table' does not provide"],
         ),
+        (ReadsText, ["loss of actor reads 'entry', which is no tensor; a loss is sent tensors only"]),
+        (HasNoTerms, ["loss of actor has no terms"]),
+        (TrainsNothing, ["losses train no role"]),
+        (MakesAMask, ["credit makes 'response_mask', which the role rollout makes"]),
         (MakesNothing, ["loss of actor reads 'advantages', which neither a role nor its credit makes"]),
     ],
 )
@@ -92,6 +128,8 @@ def test_roles_that_a_run_does_not_have_are_refused() -> None:
         check_data_flow(grpo_config(name))
     with pytest.raises(ConfigError, match="trains 'critic', which is not a trained role that it needs"):
         check_data_flow(grpo_config(f"algorithm={{name: '{__name__}:TrainsTheCritic'}}"))
+    with pytest.raises(ConfigError, match="trains 'critic', whose settings have no optimizer"):
+        check_data_flow(grpo_config(f"algorithm={{name: '{__name__}:TrainsAFrozenCritic'}}"))
     with pytest.raises(ConfigError, match=r"^algorithm\.critic: .*NeedsTheCritic needs this role, and has no section"):
         grpo_config(f"algorithm={{name: '{__name__}:NeedsTheCritic'}}")
 
@@ -107,6 +145,10 @@ def test_roles_that_a_run_does_not_have_are_refused() -> None:
 )
 def test_what_is_made_is_accepted(overrides: list[str]) -> None:
     check_data_flow(grpo_config(*overrides))
+
+
+def test_the_actor_is_started_without_being_named() -> None:
+    assert grpo_config(f"algorithm={{name: '{__name__}:NamesNoActor'}}").model_roles == ("actor", "reference")
 
 
 def test_the_fields_of_a_loss_are_those_of_its_terms() -> None:
