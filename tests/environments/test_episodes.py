@@ -190,6 +190,21 @@ def test_a_wrong_reward_function_is_named_itself(function: RewardFunction, messa
         asyncio.run(_begin_and_step(episodes_of(SingleTurn, function)))
 
 
+def test_an_episode_that_gives_up_waiting_leaves_the_others_their_score() -> None:
+    class Hasty(SingleTurn):
+        async def step(self, response: Response) -> Outcome:
+            scored = asyncio.ensure_future(super().step(response))
+            if response.row == 0:
+                await asyncio.sleep(0)  # Until it has asked.
+                scored.cancel()
+                return Outcome(-1.0)
+            return await scored
+
+    first, second = asyncio.run(_begin_and_step(episodes_of(Hasty)))
+    assert isinstance(first, Finished) and first.reward == -1
+    assert isinstance(second, Finished) and second.reward == 0
+
+
 def test_no_episode_waits_for_a_score_that_does_not_come() -> None:
     def cancelled(texts: list[str], entries: list[Entry]) -> NoReturn:
         raise asyncio.CancelledError
@@ -212,6 +227,8 @@ def test_names_of_environments() -> None:
         ("single", r"must be 'single_turn' \(did you mean 'single_turn'\?\), or module:Name"),
         ("episodes", "must be 'single_turn'"),
         ("tests.outside.asking:Turn", "is no subclass of roll.environments.environment.Environment"),
+        ("roll.environments.environment:Environment", "lacks 'reset' and 'step', which roll.environments"),
+        ("no_such_module:Mine", "^environment 'no_such_module:Mine': cannot import"),
         ("tests.outside.asking:Askin", "has no Environment 'Askin'; near names: Asking"),
     ):
         with pytest.raises(UserError, match=message):
