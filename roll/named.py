@@ -22,7 +22,8 @@ def load_named(name: str, setting: str, kind: str) -> Any:
         raise UserError(f"{setting} {name!r} must be 'module:{kind}'")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # the module is the user's: whatever it raises is reported under its name
+    # The module is the user's: whatever it raises is reported under its name, also that it calls exit().
+    except (Exception, SystemExit) as error:
         reason = str(error)
         if not isinstance(error, ImportError | SyntaxError):
             where = traceback.extract_tb(error.__traceback__)[-1]
@@ -34,6 +35,19 @@ def load_named(name: str, setting: str, kind: str) -> Any:
         hint = f"; near names: {', '.join(near)}" if near else ""
         raise UserError(f"{setting} {name!r}: module {module_name!r} has no {kind} {object_name!r}{hint}")
     return getattr(module, object_name)
+
+
+def subclass_of(base: type, found: object, called: str) -> Any:
+    """`found`, a class that settings name. Raises UserError, which begins with `called`, if it is no subclass of `base`
+    or lacks a method that `base` asks for.
+    """
+    wanted = f"{base.__module__}.{base.__qualname__}"
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise UserError(f"{called} is no subclass of {wanted}")
+    lacking = sorted(getattr(found, "__abstractmethods__", ()))
+    if lacking:
+        raise UserError(f"{called} lacks {listed(lacking, 'and')}, which {wanted} asks for")
+    return found
 
 
 def load_listed(name: str, package: str, constant: str, shared: frozenset[str], kind: str) -> Any:

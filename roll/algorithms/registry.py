@@ -7,8 +7,7 @@ import pkgutil
 from pathlib import Path
 
 from roll.algorithms.algorithm import Algorithm, AlgorithmSettings
-from roll.errors import UserError
-from roll.named import load_named, unknown_name
+from roll.named import load_named, subclass_of, unknown_name
 
 SHARED = frozenset(
     {
@@ -39,11 +38,9 @@ def find_algorithm(name: str) -> type[Algorithm]:
     Raises UserError if there is none, or one that lacks what an algorithm must declare.
     """
     if ":" in name:
-        found = load_named(name, "algorithm", "Algorithm")
-        if not (isinstance(found, type) and issubclass(found, Algorithm)):
-            raise UserError(f"algorithm {name!r} is no subclass of roll.algorithms.Algorithm")
-        if found.__abstractmethods__:
-            raise UserError(f"algorithm {name!r} lacks {', '.join(sorted(found.__abstractmethods__))}")
+        found: type[Algorithm] = subclass_of(
+            Algorithm, load_named(name, "algorithm", "Algorithm"), f"algorithm {name!r}"
+        )
         return found
     if name not in ALGORITHMS:
         raise unknown_name(name, ALGORITHMS, "an algorithm")

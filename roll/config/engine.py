@@ -21,6 +21,9 @@ def engine_settings(name: str) -> type[EngineSettings]:
     return found
 
 
+DEFAULT_ENGINE = "transformers"
+
+
 def default_engine() -> EngineSettings:
     """The engine of runs that name none."""
-    return engine_settings("transformers")(name="transformers")
+    return engine_settings(DEFAULT_ENGINE)(name=DEFAULT_ENGINE)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, PositiveInt, Strict
 
 from roll.config.chosen import ChosenByName
-from roll.config.engine import EngineSettings, default_engine, engine_settings
+from roll.config.engine import DEFAULT_ENGINE, EngineSettings, default_engine, engine_settings
 from roll.config.micro_batch import MicroBatchSettings
 from roll.config.optimizer import OptimizerSettings
 from roll.config.parallel import ParallelSettings
@@ -55,8 +55,11 @@ class RolloutSettings(Settings):
     """Generation of responses. Each rank holds a whole copy of the actor's weights."""
 
     world_size: PositiveInt = 1
-    """Ranks (Ray actors), each of which takes a share of the prompts. Copies fill the last shares up."""
-    engine: Annotated[EngineSettings, ChosenByName(engine_settings)] = Field(default_factory=default_engine)
+    """Ranks (Ray actors), each of which takes a share of the prompts. Copies fill the last shares up. What is drawn
+    depends on this number as on the seed."""
+    engine: Annotated[EngineSettings, ChosenByName(engine_settings, DEFAULT_ENGINE)] = Field(
+        default_factory=default_engine
+    )
     """What generates, one process per rank, by its name."""
     max_new_tokens: PositiveInt
     """Longest response in tokens, the end token included."""

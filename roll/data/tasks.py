@@ -251,10 +251,12 @@ def checked_rewards(function: RewardFunction, responses: list[str], entries: lis
     name = f"reward function {getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', repr(function))}"
     try:
         returned: Any = function(responses, entries)
-    except Exception as error:  # the function is the user's: whatever it raises is reported under its name
+        if hasattr(returned, "tolist"):
+            returned = returned.tolist()
+    # The function is the user's: whatever it raises is reported under its name. SystemExit is what code of a response
+    # raises that calls exit(); it would end the thread that answers the driver, and leave the driver waiting.
+    except (Exception, SystemExit) as error:
         raise RewardError(f"{name} raised {type(error).__name__}: {error}") from error
-    if hasattr(returned, "tolist"):
-        returned = returned.tolist()
     if not isinstance(returned, list | tuple):
         raise RewardError(f"{name} must return a list of numbers, got {type(returned).__name__}")
     if len(returned) != len(responses):
@@ -268,6 +270,10 @@ def checked_reward(value: Any, context: str) -> float:
         value = value.item()  # a NumPy scalar or a 0-dim tensor
     if not isinstance(value, numbers.Real):
         raise RewardError(f"{context} {value!r}, which is not a number")
-    if not math.isfinite(value):
-        raise RewardError(f"{context} {value}, which is not finite")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # An int or a fraction that is too large.
+        number = math.inf
+    if not math.isfinite(number):
+        raise RewardError(f"{context} {number}, which is not finite")
+    return number

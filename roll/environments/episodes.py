@@ -119,7 +119,9 @@ class Episodes:
             return await ask()
         except RewardError:
             raise
-        except Exception as error:  # the environment is the user's: whatever it raises is reported under its name
+        # The environment is the user's: whatever it raises is reported under its name. SystemExit would end the loop
+        # that runs all episodes, and CancelledError would look like the end of the call.
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
             raise self._failed(row, f"{method} raised {type(error).__name__}: {error}") from error
 
     def _failed(self, row: int, what: str) -> EnvironmentFailed:
@@ -140,6 +142,8 @@ class Episodes:
         return Turn(ids, bool(turn.learned))
 
     def _finished(self, row: int, method: str, outcome: Outcome) -> Finished:
+        if not isinstance(outcome.metrics, Mapping):
+            raise self._failed(row, f"{method} gave metrics {outcome.metrics!r}, not a mapping of names to numbers")
         try:
             reward = checked_reward(outcome.reward, f"{method} gave the reward")
             metrics = {

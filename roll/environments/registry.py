@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from roll.environments.environment import Environment
-from roll.errors import UserError
-from roll.named import load_listed, load_named
+from roll.named import load_listed, load_named, subclass_of
 
 SHARED = frozenset({"environment", "episodes", "registry", "scoring"})
 """Files of this package that are no environment."""
@@ -16,9 +15,8 @@ def find_environment(name: str) -> type[Environment]:
     Raises UserError if there is none.
     """
     if ":" in name:
-        found = load_named(name, "reward.environment", "Environment")
+        found = load_named(name, "environment", "Environment")
     else:
         found = load_listed(name, "roll.environments", "ENVIRONMENT", SHARED, "an environment")
-    if not (isinstance(found, type) and issubclass(found, Environment)):
-        raise UserError(f"environment {name!r} is no subclass of roll.environments.environment.Environment")
-    return found
+    environment: type[Environment] = subclass_of(Environment, found, f"environment {name!r}")
+    return environment

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from roll.data.tasks import Entry, RewardError, RewardFunction, checked_rewards
+from roll.data.tasks import Entry, RewardFunction, checked_rewards
 
 
 class BatchedScores:
@@ -16,27 +16,18 @@ class BatchedScores:
 
     def __init__(self, function: RewardFunction) -> None:
         self.function = function
-        self._waiting: list[tuple[str, Entry, asyncio.Future[float]]] = []
+        self._waiting: list[tuple[str, Entry]] = []
+        self._call: asyncio.Task[list[float]]
 
     async def score(self, text: str, entry: Entry) -> float:
         """The score of one response. Raises RewardError as `checked_rewards` does, in every episode of the call."""
-        loop = asyncio.get_running_loop()
         if not self._waiting:
-            loop.call_soon(self._call)
-        scored: asyncio.Future[float] = loop.create_future()
-        self._waiting.append((text, entry, scored))
-        return await scored
+            self._call = asyncio.create_task(self._scores())
+        call, place = self._call, len(self._waiting)
+        self._waiting.append((text, entry))
+        # An episode that gives up waiting must not end the call for the others.
+        return (await asyncio.shield(call))[place]
 
-    def _call(self) -> None:
+    async def _scores(self) -> list[float]:
         waiting, self._waiting = self._waiting, []
-        texts, entries = [text for text, _, _ in waiting], [entry for _, entry, _ in waiting]
-        try:
-            rewards = checked_rewards(self.function, texts, entries)
-        except RewardError as error:
-            for _, _, scored in waiting:
-                if not scored.done():
-                    scored.set_exception(error)
-            return
-        for reward, (_, _, scored) in zip(rewards, waiting, strict=True):
-            if not scored.done():
-                scored.set_result(reward)
+        return checked_rewards(self.function, [text for text, _ in waiting], [entry for _, entry in waiting])

@@ -28,11 +28,13 @@ class ServedModel:
     family: str | None
     """Name of the family, or `module:Name`; None: the one whose model_type its config.json has."""
     dtype: DType
-    """Type of weights and activations."""
+    """Type of weights, also of those that an update brings, and of activations."""
     max_tokens: int
     """Longest row in tokens: a request and its response together."""
     pad_token_id: int
     """Token that fills up rows; masks keep it out of all results."""
+    vocab_size: int
+    """Tokens that the model has, numbered from 0."""
 
 
 class Generator(ABC):
@@ -88,7 +90,7 @@ class Generator(ABC):
     @classmethod
     def sleeps(cls) -> bool:
         """Whether engines of this class can sleep."""
-        return cls.free is not Generator.free
+        return cls.free is not Generator.free and cls.allocate is not Generator.allocate
 
     def sleep(self) -> None:
         """Free memory until `wake`; the weights are gone then. Raises UserError if this engine cannot."""
@@ -118,6 +120,8 @@ class Generator(ABC):
                 raise UserError(f"request {request.row}: {length} tokens with its response, the limit is {limit}")
         waiting = {request.row: request for request in requests}
         for response in self.answer(requests):
+            if not isinstance(response, Response):
+                raise UserError(f"engine {type(self).__name__} gave a {type(response).__name__}, not a Response")
             if response.row not in waiting:
                 raise UserError(f"engine {type(self).__name__}: no request waits for response {response.row}")
             self._check(response, waiting.pop(response.row))
@@ -130,6 +134,12 @@ class Generator(ABC):
         tokens, sampling = response.token_ids, request.sampling
         if not 1 <= len(tokens) <= sampling.max_new_tokens:
             raise UserError(f"{where} {len(tokens)} tokens, of 1 to {sampling.max_new_tokens} that were asked for")
+        outside = [token for token in tokens if not 0 <= token < self.model.vocab_size]
+        if outside:
+            raise UserError(f"{where} has token {outside[0]}, of a vocabulary of {self.model.vocab_size}")
+        behind = [token for token in tokens[:-1] if token in sampling.end_token_ids]
+        if behind:
+            raise UserError(f"{where} goes on behind end token {behind[0]}")
         if (tokens[-1] in sampling.end_token_ids) != (response.stop is Stop.END):
             raise UserError(f"{where} stopped for {response.stop.value!r} at token {tokens[-1]}")
         if response.version != self.version:
@@ -159,7 +169,7 @@ class Generator(ABC):
             raise WrongWeights(f"weights of version {version} came to an engine that sleeps")
         if version <= self._newest:
             raise WrongWeights(f"weights of version {version} came after those of version {self._newest}")
-        self._update = WeightUpdate(version, shapes, self.shapes())
+        self._update = WeightUpdate(version, shapes, self.shapes(), self.model.dtype)
 
     def take(self, bucket: Bucket) -> None:
         """Write the next bucket of the update. Raises WrongWeights, and whatever the engine raises."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from roll.errors import UserError
 from roll.generation.generator import Generator
-from roll.named import load_listed, load_named
+from roll.named import load_listed, load_named, subclass_of
 
 SHARED = frozenset({"batches", "generator", "records", "registry", "weights"})
 """Files of this package that are no engine."""
@@ -19,6 +18,5 @@ def find_engine(name: str) -> type[Generator]:
         engine = load_named(name, "engine", "Generator")
     else:
         engine = load_listed(name, "roll.generation", "ENGINE", SHARED, "an engine")
-    if not (isinstance(engine, type) and issubclass(engine, Generator)):
-        raise UserError(f"engine {name!r} is no subclass of roll.generation.generator.Generator")
-    return engine
+    found: type[Generator] = subclass_of(Generator, engine, f"engine {name!r}")
+    return found

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from roll.config import DType
 from roll.errors import UserError
 
 if TYPE_CHECKING:
@@ -59,11 +60,12 @@ class WeightUpdate:
     Args:
         shapes: what the sender declares.
         wanted: what the engine has.
+        dtype: of all tensors.
 
     Raises WrongWeights if the two differ.
     """
 
-    def __init__(self, version: int, shapes: Shapes, wanted: Shapes) -> None:
+    def __init__(self, version: int, shapes: Shapes, wanted: Shapes, dtype: DType) -> None:
         problems = [f"{name} is missing" for name in wanted if name not in shapes]
         for name, shape in shapes.items():
             own = wanted.get(name)
@@ -75,6 +77,7 @@ class WeightUpdate:
             more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
             raise WrongWeights(f"weights of version {version} do not fit: {'; '.join(problems[:3])}{more}")
         self.version, self._shapes, self._missing, self._buckets = version, shapes, set(shapes), 0
+        self._dtype = dtype
 
     def check(self, bucket: Bucket) -> None:
         """Raise WrongWeights unless `bucket` is the next one of this update, and whole."""
@@ -91,6 +94,8 @@ class WeightUpdate:
             if tuple(tensor.shape) != tuple(self._shapes[name]):
                 shapes = f"shape {tuple(tensor.shape)}, declared was {tuple(self._shapes[name])}"
                 raise WrongWeights(f"{where}: {name} has {shapes}")
+            if str(tensor.dtype) != f"torch.{self._dtype}":
+                raise WrongWeights(f"{where}: {name} has type {tensor.dtype}, the engine's is {self._dtype}")
         if checksum(bucket.tensors) != bucket.checksum:
             raise WrongWeights(f"{where}: its bytes are not those that were sent")
 

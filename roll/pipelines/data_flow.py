@@ -57,8 +57,12 @@ def _problems(config: RLConfig, algorithm: Algorithm) -> Iterator[Problem]:
     name = config.algorithm.name
     for role in sorted(algorithm.roles - set(MODEL_ROLES)):
         yield Problem("algorithm.name", f"{name} needs a role {role!r}; a run has {', '.join(MODEL_ROLES)}")
+    provides = find_engine(config.rollout.engine.name).provides
+    for field in sorted(provides - ENGINE_MAKES):
+        message = f"{config.rollout.engine.name} provides {field!r}; a response has {', '.join(sorted(ENGINE_MAKES))}"
+        yield Problem("rollout.engine.name", message)
     makers = {"rollout", "reward", "loop", *config.model_roles}
-    there = find_engine(config.rollout.engine.name).provides.union(*(MADE_BY[maker] for maker in makers))
+    there = provides.union(*(MADE_BY[maker] for maker in makers))
     for field in sorted(algorithm.makes & {*TOKENS}):
         yield Problem("algorithm.name", f"{name}'s credit makes {field!r}, which the role rollout makes")
     losses = algorithm.losses()

@@ -55,7 +55,8 @@ def worker_logs(config: RLConfig) -> Path:
 def served_model(config: RLConfig, folder: Path, pad_token_id: int) -> ServedModel:
     """The model in `folder`, as engines are told of it."""
     longest = config.task.max_prompt_tokens + config.rollout.max_new_tokens
-    return ServedModel(folder, config.folder_family, config.dtype, longest, pad_token_id)
+    vocab_size = config.architecture.vocab_size
+    return ServedModel(folder, config.folder_family, config.dtype, longest, pad_token_id, vocab_size)
 
 
 def place_roles(config: RLConfig) -> Placement:

@@ -52,7 +52,11 @@ def test_a_class_of_a_users_own() -> None:
     [
         ("gppo", r"must be 'grpo' or 'ppo' \(did you mean '\w+'\?\), or module:Name of an algorithm of your own"),
         ("gae", "must be 'grpo' or 'ppo', or module:Name"),
-        ("tests.outside.reinforce:ReinforceSettings", "is no subclass of roll.algorithms.Algorithm"),
+        ("tests.outside.reinforce:ReinforceSettings", "is no subclass of roll.algorithms.algorithm.Algorithm"),
+        (
+            "roll.algorithms:Algorithm",
+            "lacks 'credit', 'losses', 'makes' and 'reads', which roll.algorithms.algorithm.Algorithm asks for",
+        ),
         ("tests.outside.reinforce:Reinforc", "near names: Reinforce"),
         ("no.such_module:A", "cannot import module 'no.such_module'"),
         ("roll.algorithms:Algorithm", "lacks credit, losses, makes, reads"),

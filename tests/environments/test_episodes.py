@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
+import torch
 
 from roll.config import RewardSettings
-from roll.data.tasks import Entry, RewardError
+from roll.data.tasks import Entry, RewardError, RewardFunction
 from roll.data.tokenizer import build_char_tokenizer
 from roll.environments.environment import Environment, Given, Outcome, Turn
 from roll.environments.episodes import EnvironmentFailed, Episodes, Finished
@@ -44,6 +46,10 @@ def entry(answer: str) -> Entry:
 def episodes_of(made_by: Callable[[Given], Environment], function: Any = None) -> Episodes:
     scores = BatchedScores(function or Calls())
     return Episodes(made_by, "my_module:Mine", scores, TOKENIZER, end_token_ids=(2, 5), vocab_size=VOCAB)
+
+
+def raised(error: BaseException) -> NoReturn:
+    raise error
 
 
 def response(row: int, *ids: int) -> Response:
@@ -120,6 +126,8 @@ class WrongStart(Wrong):
     ("what", "message"),
     [
         (lambda: 1 / 0, "raised ZeroDivisionError: division by zero"),
+        (lambda: sys.exit(3), "raised SystemExit: 3"),
+        (lambda: raised(asyncio.CancelledError()), "raised CancelledError"),
         (lambda: None, "gave a NoneType, not a Turn"),
         (lambda: Turn([]), r"gave tokens \[\], wanted are at least one token, and all from 0 to 16"),
         (lambda: Turn([3, 17]), r"gave tokens \[3, 17\], wanted are .* 0 to 16"),
@@ -142,6 +150,8 @@ def test_a_wrong_turn_is_named_with_its_row(
         (lambda: Outcome(float("nan")), "step gave the reward nan, which is not finite"),
         (lambda: Outcome("1"), "step gave the reward '1', which is not a number"),  # type: ignore[arg-type]
         (lambda: Outcome(1.0, {"steps": float("inf")}), "step gave 'steps' inf, which is not finite"),
+        (lambda: Outcome(10**5000), "step gave the reward inf, which is not finite"),
+        (lambda: Outcome(1.0, None), "step gave metrics None, not a mapping of names to numbers"),  # type: ignore[arg-type]
     ],
 )
 def test_a_wrong_outcome_is_named_with_its_row(
@@ -166,9 +176,41 @@ def test_an_environment_that_cannot_be_made_is_named() -> None:
         asyncio.run(_begin_and_step(episodes_of(made_by)))
 
 
-def test_a_wrong_reward_function_is_named_itself() -> None:
-    with pytest.raises(RewardError, match=r"reward function .*lambda> returned 1 rewards for 2 responses"):
-        asyncio.run(_begin_and_step(episodes_of(SingleTurn, lambda texts, entries: [1.0])))
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda texts, entries: [1.0], "returned 1 rewards for 2 responses"),
+        (lambda texts, entries: [10**5000, 1], "returned for response 0 inf, which is not finite"),
+        (lambda texts, entries: torch.zeros(2, device="meta"), "raised NotImplementedError: .*meta"),
+        (lambda texts, entries: sys.exit(3), "raised SystemExit: 3"),
+    ],
+)
+def test_a_wrong_reward_function_is_named_itself(function: RewardFunction, message: str) -> None:
+    with pytest.raises(RewardError, match=rf"reward function .*lambda> {message}"):
+        asyncio.run(_begin_and_step(episodes_of(SingleTurn, function)))
+
+
+def test_an_episode_that_gives_up_waiting_leaves_the_others_their_score() -> None:
+    class Hasty(SingleTurn):
+        async def step(self, response: Response) -> Outcome:
+            scored = asyncio.ensure_future(super().step(response))
+            if response.row == 0:
+                await asyncio.sleep(0)  # Until it has asked.
+                scored.cancel()
+                return Outcome(-1.0)
+            return await scored
+
+    first, second = asyncio.run(_begin_and_step(episodes_of(Hasty)))
+    assert isinstance(first, Finished) and first.reward == -1
+    assert isinstance(second, Finished) and second.reward == 0
+
+
+def test_no_episode_waits_for_a_score_that_does_not_come() -> None:
+    def cancelled(texts: list[str], entries: list[Entry]) -> NoReturn:
+        raise asyncio.CancelledError
+
+    with pytest.raises(EnvironmentFailed, match="row 0: step raised CancelledError"):
+        asyncio.run(_begin_and_step(episodes_of(SingleTurn, cancelled)))
 
 
 async def _begin_and_step(episodes: Episodes) -> list[Turn | Finished]:
@@ -185,6 +227,8 @@ def test_names_of_environments() -> None:
         ("single", r"must be 'single_turn' \(did you mean 'single_turn'\?\), or module:Name"),
         ("episodes", "must be 'single_turn'"),
         ("tests.outside.asking:Turn", "is no subclass of roll.environments.environment.Environment"),
+        ("roll.environments.environment:Environment", "lacks 'reset' and 'step', which roll.environments"),
+        ("no_such_module:Mine", "^environment 'no_such_module:Mine': cannot import"),
         ("tests.outside.asking:Askin", "has no Environment 'Askin'; near names: Asking"),
     ):
         with pytest.raises(UserError, match=message):

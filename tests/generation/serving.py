@@ -12,13 +12,15 @@ from roll.generation.transformers import TransformersGenerator, TransformersSett
 from roll.generation.weights import Bucket
 from roll.models.family_tensors import family_shapes
 from roll.strategies import HfStrategy
-from tests.strategies.tiny import settings
+from tests.strategies.tiny import TINY, settings
 
 MAX_TOKENS = 28
 
 
 def served(folder: Path, max_tokens: int = MAX_TOKENS) -> ServedModel:
-    return ServedModel(folder, family=None, dtype="float32", max_tokens=max_tokens, pad_token_id=0)
+    return ServedModel(
+        folder, family=None, dtype="float32", max_tokens=max_tokens, pad_token_id=0, vocab_size=TINY.vocab_size
+    )
 
 
 def model_of(folder: Path, seed: int = 7) -> HfStrategy:

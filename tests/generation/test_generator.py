@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "roll" / "generation"
 class Changed(Table):
     """A table whose responses a test changes."""
 
-    change: Callable[[list[Response]], list[Response]] = staticmethod(lambda responses: responses)
+    change: Callable[[list[Response]], list[Any]] = staticmethod(lambda responses: responses)
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Response]:
         yield from type(self).change(list(super().answer(requests)))
@@ -37,9 +38,14 @@ class WithLogProbs(Changed):
     provides = frozenset({LOG_PROBS})
 
 
+class FreesOnly(Table):
+    def free(self) -> None:
+        self.tensors = {}
+
+
 def started(engine_type: type[Table], folder: Path) -> Table:
     settings = TableSettings(name="tests.outside.table:Table", answers=[[7, 2]])
-    engine = engine_type(settings, ServedModel(write_tiny(folder), None, "float32", 28, 0))
+    engine = engine_type(settings, ServedModel(write_tiny(folder), None, "float32", 28, 0, TINY.vocab_size))
     engine.start()
     tensors = {name: torch.zeros(shape) for name, shape in family_shapes(TINY, "lm").items()}
     engine.take_weights(1, family_shapes(TINY, "lm"), [Bucket.of(1, 0, tensors)])
@@ -56,6 +62,7 @@ def test_an_engine_of_ones_own_answers(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="engine Table cannot sleep"):
         engine.sleep()
     assert not Table.sleeps() and TransformersGenerator.sleeps()
+    assert not FreesOnly.sleeps(), "it could not wake"
     assert len(list(engine.generate(requests([[6]])))) == 1, "a refused sleep changes nothing"
 
 
@@ -69,6 +76,10 @@ def test_an_engine_of_ones_own_answers(tmp_path: Path) -> None:
         (lambda found: [replace(found[0], token_ids=(7,) * 21)], "21 tokens, of 1 to 20"),
         (lambda found: [replace(found[0], token_ids=(7,))], "response 0: stopped for 'end' at token 7"),
         (lambda found: [replace(found[0], stop=Stop.LENGTH)], "response 0: stopped for 'length' at token 2"),
+        (lambda found: [replace(found[0], token_ids=(7, 2, 7, 2))], "response 0: goes on behind end token 2"),
+        (lambda found: [replace(found[0], token_ids=(40, 2))], "response 0: has token 40, of a vocabulary of 40"),
+        (lambda found: [replace(found[0], token_ids=(-1, 2))], "response 0: has token -1"),
+        (lambda found: [(0, (7, 2))], "gave a tuple, not a Response"),
         (lambda found: [replace(found[0], version=2)], "made with weights of version 2, not 1"),
         (lambda found: [replace(found[0], log_probs=(0.0, 0.0))], "log-probs come from an engine that provides"),
     ],
@@ -76,7 +87,7 @@ def test_an_engine_of_ones_own_answers(tmp_path: Path) -> None:
 def test_what_is_no_valid_answer_is_named(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    change: Callable[[list[Response]], list[Response]],
+    change: Callable[[list[Response]], list[Any]],
     message: str,
 ) -> None:
     engine = started(Changed, tmp_path)
@@ -100,6 +111,7 @@ def test_settings_choose_the_engine_and_its_settings() -> None:
     assert RolloutSettings(max_new_tokens=3).engine == TransformersSettings()
     chosen = RolloutSettings.model_validate({"max_new_tokens": 3, "engine": {"name": "transformers", "batch_size": 4}})
     assert chosen.engine == TransformersSettings(batch_size=4)
+    assert RolloutSettings.model_validate({"max_new_tokens": 3, "engine": {"batch_size": 4}}) == chosen
     own = {"name": "tests.outside.table:Table", "answers": [[3]]}
     outside = RolloutSettings.model_validate({"max_new_tokens": 3, "engine": own})
     assert outside.engine == TableSettings(name="tests.outside.table:Table", answers=[[3]])
@@ -117,6 +129,10 @@ def test_settings_choose_the_engine_and_its_settings() -> None:
         ({"name": "records"}, r"engine\.name: must be 'transformers'"),
         ({"name": "tests.outside.table:Tabel"}, "has no Generator 'Tabel'; near names: Table"),
         ({"name": "tests.outside.table:NOT_AN_ENGINE"}, "is no subclass of roll.generation.generator.Generator"),
+        (
+            {"name": "roll.generation.generator:Generator"},
+            "lacks 'answer', 'start' and 'write', which roll.generation.generator.Generator asks for",
+        ),
         ({"name": "tests.outside.table:random"}, "is no subclass of roll.generation.generator.Generator"),
         (
             {"name": "transformers", "batch_sice": 4},

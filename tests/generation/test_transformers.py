@@ -85,8 +85,9 @@ def test_log_probs_are_those_of_a_forward_pass(
         expected = [float(distribution[start + i, token]) for i, token in enumerate(response.token_ids)]
         torch.testing.assert_close(response.log_probs, tuple(expected), rtol=0, atol=1e-5)
         if temperature is None:
-            likeliest = distribution[start:-1].argmax(dim=-1).tolist()
-            assert list(response.token_ids) == likeliest
+            # Of two tokens that differ by less than fp32 sums do, either may be taken.
+            likeliest = distribution[start:-1].max(dim=-1).values
+            torch.testing.assert_close(torch.tensor(expected).double(), likeliest, rtol=0, atol=1e-5)
 
 
 def test_the_first_seed_of_a_call_decides_all_draws(model: HfStrategy, engine: TransformersGenerator) -> None:

@@ -77,6 +77,10 @@ BEFORE_ANYTHING_IS_WRITTEN: dict[str, Change] = {
         resent(buckets[0], **{first_named(buckets): torch.ones(3)}),
         *buckets[1:],
     ],
+    r"has type torch.int8, the engine's is float32": lambda buckets: [
+        resent(buckets[0], **{name: tensor.to(torch.int8) for name, tensor in buckets[0].tensors.items()}),
+        *buckets[1:],
+    ],
     r"version 2 lacks .* and \d+ more": lambda buckets: [],
 }
 IN_THE_MIDDLE: dict[str, Change] = {

@@ -10,6 +10,7 @@ from roll.algorithms import Algorithm, AlgorithmSettings, Credit, LossTerm, poli
 from roll.config import ConfigError, ReferenceSettings
 from roll.pipelines.data_flow import check_data_flow, fields_of
 from roll.pipelines.prompt_data import load_prompt_data
+from tests.outside.table import Table
 from tests.pipelines.grpo_run import grpo_config
 
 
@@ -132,6 +133,17 @@ def test_roles_that_a_run_does_not_have_are_refused() -> None:
         check_data_flow(grpo_config(f"algorithm={{name: '{__name__}:TrainsAFrozenCritic'}}"))
     with pytest.raises(ConfigError, match=r"^algorithm\.critic: .*NeedsTheCritic needs this role, and has no section"):
         grpo_config(f"algorithm={{name: '{__name__}:NeedsTheCritic'}}")
+
+
+class ProvidesWhatNoResponseHas(Table):
+    provides = frozenset({"routed_experts"})
+
+
+def test_an_engine_that_provides_what_no_response_has_is_refused() -> None:
+    engine = f"rollout.engine={{name: '{__name__}:ProvidesWhatNoResponseHas', answers: [[2]]}}"
+    message = r"^rollout\.engine\.name: .* provides 'routed_experts'; a response has rollout_log_probs$"
+    with pytest.raises(ConfigError, match=message):
+        check_data_flow(grpo_config(engine))
 
 
 @pytest.mark.parametrize(

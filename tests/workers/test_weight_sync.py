@@ -110,7 +110,7 @@ def roles(local_ray: None, tmp_path: Path) -> Iterator[tuple[Any, Target]]:
     """Two pipeline stages and an engine."""
     engine = {
         "settings": TableSettings(name=f"{__name__}:CountingEngine", answers=[[2]]),
-        "model": ServedModel(write_tiny(tmp_path), None, "float32", 10, 0),
+        "model": ServedModel(write_tiny(tmp_path), None, "float32", 10, 0, TINY.vocab_size),
         "sampling": Sampling(4, 1.0, (2,)),
     }
     with Placement(PlacementLayout({"source": 2, "rollout": 1})) as placement:
