@@ -59,7 +59,7 @@ def test_a_class_of_a_users_own() -> None:
         ),
         ("tests.outside.reinforce:Reinforc", "near names: Reinforce"),
         ("no.such_module:A", "cannot import module 'no.such_module'"),
-        ("roll.algorithms:Algorithm", "lacks credit, losses, makes, reads"),
+        ("roll.algorithms:Algorithm", "lacks 'credit', 'losses', 'makes' and 'reads'"),
         (
             f"{__name__}:HidesItsSettings",
             r"HidesItsSettings\.settings is annotated with 'Hidden', which .* does not have",
