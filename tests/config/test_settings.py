@@ -136,8 +136,8 @@ def test_strategy_settings_of_each_role(base: Path, tmp_path: Path) -> None:
         "batch_timeout_s=7.5",
     ]
     config = load_config(RLConfig, base, changes)
-    alone: dict[str, Any] = {"model_path": tmp_path, "seed": 5, "dtype": "bfloat16", "temperature": 0.7}
-    sampled = {**alone, "batch_timeout_s": 7.5}
+    sampled: dict[str, Any] = {"model_path": tmp_path, "seed": 5, "dtype": "bfloat16", "temperature": 0.7}
+    sampled |= {"batch_timeout_s": 7.5}
     actor, critic = config.actor, config.algorithm.critic
     assert config.strategy_settings("actor", tmp_path) == StrategySettings(
         name="megatron_train", parallel=ParallelSettings(tp=2), optimizer=actor.optimizer, **sampled
@@ -150,7 +150,8 @@ def test_strategy_settings_of_each_role(base: Path, tmp_path: Path) -> None:
         **sampled,
     )
     assert config.strategy_settings("reference", tmp_path) == StrategySettings(name="megatron_infer", **sampled)
-    assert config.strategy_settings("rollout", tmp_path) == StrategySettings(name="hf", **alone)
+    with pytest.raises(ConfigError, match="rollout: ppo needs this role, and has no section of settings for it"):
+        config.strategy_settings("rollout", tmp_path)
 
 
 def test_examples_differ_in_the_degrees_of_the_actor_only() -> None:

@@ -12,7 +12,8 @@ import torch
 from roll.protocol import DataProto, check_model_batch
 from roll.protocol.fields import MODEL_FIELDS
 
-STRATEGIES = Path(__file__).parents[2] / "roll" / "strategies"
+ROLL = Path(__file__).parents[2] / "roll"
+STRATEGIES, LOSSES = ROLL / "strategies", ROLL / "algorithms" / "terms.py"
 
 IDS = [[0, 0, 5, 6, 7], [1, 2, 3, 0, 0], [9, 9, 9, 9, 9], [4, 0, 0, 0, 0]]
 ATTENTION = [[0, 0, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]]
@@ -43,9 +44,10 @@ def test_a_good_batch_passes() -> None:
     check_model_batch(batch_with().select(["input_ids", "attention_mask"]))
 
 
-def test_every_field_that_a_strategy_reads_is_declared() -> None:
+def test_every_field_that_a_strategy_or_a_loss_reads_is_declared() -> None:
     """By name, as in data["values"]; tokens.py reads packs of tokens, which are no DataProto."""
-    sources = [path.read_text(encoding="utf-8") for path in STRATEGIES.glob("*.py") if path.name != "tokens.py"]
+    files = [*(path for path in STRATEGIES.glob("*.py") if path.name != "tokens.py"), LOSSES]
+    sources = [path.read_text(encoding="utf-8") for path in files]
     read = set(re.findall(r"\b(?:data|batch|micro_batch)\[\"(\w+)\"\]", "\n".join(sources)))
     assert {"input_ids", "attention_mask", "response_mask", "advantages"} <= read <= set(MODEL_FIELDS)
 

@@ -42,6 +42,7 @@ def looked_up(folder: Path, name: str) -> tuple[int, DataProto | None]:
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(delivery, "broadcast_bytes", counted)
+            patch.setattr(delivery, "FEW_BYTES", 0)
             answer = worker.compute_log_probs(routed[rank].args[0])
         return broadcasts, answer
     finally:
