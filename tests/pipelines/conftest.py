@@ -7,12 +7,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.pipelines.small_run import run
-from tests.processes import end, wait_until
+from tests.processes import end, started_ray, wait_until
 
 RAY = str(Path(sys.executable).with_name("ray"))
 
@@ -29,21 +30,27 @@ class Head:
 
 @pytest.fixture(scope="session")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
-    """The README's way onto a cluster: `ray start --head`, here at ports that the system chooses."""
+    """The README's way onto a cluster."""
+    process, said = started_ray(partial(start_head, tmp_path_factory.mktemp("ray") / "head.log"))
+    try:
+        yield Head(said_in(said, r"ray start --address='([^']+)'"), said_in(said, r"RAY_API_SERVER_ADDRESS='([^']+)'"))
+    finally:
+        end(process)
+
+
+def start_head(log_file: Path) -> tuple[subprocess.Popen[str], str]:
+    """`ray start --head`, here at ports that the system chooses; its process, and what it has printed."""
     command = [RAY, "start", "--head", "--block", "--num-cpus=2", "--port=0", "--node-ip-address=127.0.0.1"]
     command += ["--dashboard-port=0", "--dashboard-host=127.0.0.1", "--dashboard-agent-listen-port=0"]
     command += ["--min-worker-port=0", "--max-worker-port=0"]
-    log_file = tmp_path_factory.mktemp("ray") / "head.log"
     with log_file.open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, start_new_session=True)
-        try:
-            wait_until(lambda: "This command will now block" in log_file.read_text(), process, log_file)
-            said = log_file.read_text()
-            yield Head(
-                said_in(said, r"ray start --address='([^']+)'"), said_in(said, r"RAY_API_SERVER_ADDRESS='([^']+)'")
-            )
-        finally:
-            end(process)
+    try:
+        wait_until(lambda: "This command will now block" in log_file.read_text(), process, log_file)
+    except BaseException:
+        end(process)
+        raise
+    return process, log_file.read_text()
 
 
 def said_in(text: str, pattern: str) -> str:
