@@ -6,21 +6,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from roll.config import ModelConfig
 from roll.generation.generator import ServedModel
 from roll.generation.records import Request, Sampling
 from roll.generation.transformers import TransformersGenerator, TransformersSettings
 from roll.generation.weights import Bucket
 from roll.models.family_tensors import family_shapes
 from roll.strategies import HfStrategy
-from tests.strategies.tiny import TINY, settings
+from tests.strategies.tiny import settings
 
 MAX_TOKENS = 28
 
 
 def served(folder: Path, max_tokens: int = MAX_TOKENS) -> ServedModel:
-    return ServedModel(
-        folder, family=None, dtype="float32", max_tokens=max_tokens, pad_token_id=0, vocab_size=TINY.vocab_size
-    )
+    vocab_size = ModelConfig.from_folder(folder).vocab_size
+    return ServedModel(folder, None, "float32", max_tokens=max_tokens, pad_token_id=0, vocab_size=vocab_size)
 
 
 def model_of(folder: Path, seed: int = 7) -> HfStrategy:
