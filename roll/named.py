@@ -50,6 +50,21 @@ def subclass_of(base: type, found: object, called: str) -> Any:
     return found
 
 
+def find_class(name: str, base: type, package: str, constant: str, shared: frozenset[str], kind: str) -> Any:
+    """The subclass of `base` that `name` stands for: `module:Name` of a user's own, or what `load_listed` finds.
+
+    Args:
+        kind: what has these names; a word that takes the article "an".
+
+    Raises UserError if there is none, or it lacks a method that `base` asks for.
+    """
+    if ":" in name:
+        found = load_named(name, kind, base.__name__)
+    else:
+        found = load_listed(name, package, constant, shared, f"an {kind}")
+    return subclass_of(base, found, f"{kind} {name!r}")
+
+
 def load_listed(name: str, package: str, constant: str, shared: frozenset[str], kind: str) -> Any:
     """The object called `constant` in the file `name` of a package that has one file for each of a kind.
 

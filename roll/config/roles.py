@@ -60,7 +60,7 @@ class RolloutSettings(Settings):
     engine: Annotated[EngineSettings, ChosenByName(engine_settings, DEFAULT_ENGINE)] = Field(
         default_factory=default_engine
     )
-    """What generates, one process per rank, by its name."""
+    """The engine that generates, one process per rank, by its name."""
     max_new_tokens: PositiveInt
     """Longest response in tokens, the end token included."""
     end_tokens: Annotated[tuple[int | str, ...] | None, Strict(False), BeforeValidator(_as_list)] = None

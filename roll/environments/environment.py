@@ -12,7 +12,7 @@ from roll.generation.records import Response
 
 @dataclass(frozen=True)
 class Given:
-    """What an environment is made from."""
+    """The parts that an environment is made from."""
 
     prompt_ids: tuple[int, ...]
     """The task's prompt as token ids."""
@@ -21,7 +21,7 @@ class Given:
     encode: Callable[[str], list[int]]
     """Token ids of a text, without special tokens at its ends."""
     score: Callable[[str], Awaitable[float]]
-    """What the run's `reward.function` gives for a response's text and this entry: `await self.given.score(text)`. All
+    """The run's `reward.function` for a response's text and this entry: `await self.given.score(text)`. All
     episodes that wait for it are scored by one call of the function."""
 
 

@@ -26,7 +26,7 @@ class EnvironmentFailed(UserError):
 
 @dataclass(frozen=True)
 class Finished:
-    """What is left of an episode."""
+    """The rest of an episode that has ended."""
 
     reward: float
     metrics: Mapping[str, float]
@@ -167,7 +167,7 @@ class Episodes:
 
 
 async def _all(episodes: Iterable[Awaitable[T]]) -> list[T]:
-    """What all of them give. Raises the first failure, once all have ended: none goes on behind an error."""
+    """The results of all of them. Raises the first failure, once all have ended: none goes on behind an error."""
     results: list[T] = []
     for result in await asyncio.gather(*episodes, return_exceptions=True):
         if isinstance(result, BaseException):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from roll.environments.environment import Environment
-from roll.named import load_listed, load_named, subclass_of
+from roll.named import find_class
 
 SHARED = frozenset({"environment", "episodes", "registry", "scoring"})
 """Files of this package that are no environment."""
@@ -14,9 +14,5 @@ def find_environment(name: str) -> type[Environment]:
 
     Raises UserError if there is none.
     """
-    if ":" in name:
-        found = load_named(name, "environment", "Environment")
-    else:
-        found = load_listed(name, "roll.environments", "ENVIRONMENT", SHARED, "an environment")
-    environment: type[Environment] = subclass_of(Environment, found, f"environment {name!r}")
-    return environment
+    found: type[Environment] = find_class(name, Environment, "roll.environments", "ENVIRONMENT", SHARED, "environment")
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from roll.generation.generator import Generator
-from roll.named import load_listed, load_named, subclass_of
+from roll.named import find_class
 
 SHARED = frozenset({"batches", "generator", "records", "registry", "weights"})
 """Files of this package that are no engine."""
@@ -14,9 +14,5 @@ def find_engine(name: str) -> type[Generator]:
 
     Raises UserError if there is none.
     """
-    if ":" in name:
-        engine = load_named(name, "engine", "Generator")
-    else:
-        engine = load_listed(name, "roll.generation", "ENGINE", SHARED, "an engine")
-    found: type[Generator] = subclass_of(Generator, engine, f"engine {name!r}")
+    found: type[Generator] = find_class(name, Generator, "roll.generation", "ENGINE", SHARED, "engine")
     return found

@@ -23,7 +23,7 @@ SplitOver = Literal["tp", "wp"]
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """Where one rank stands on each axis."""
+    """Place of one rank on each axis."""
 
     tp: int
     cp: int

@@ -111,7 +111,7 @@ class RLConfig(LoopSettings):
         return tuple(role for role in MODEL_ROLES if role in needed)
 
     def path_of(self, role: str) -> str:
-        """Where the settings of a role are: a section here, or one of the algorithm."""
+        """The place of a role's settings: a section here, or one of the algorithm."""
         return role if role in RLConfig.model_fields else f"algorithm.{role}"
 
     def model_role(self, role: str) -> ModelRoleSettings:

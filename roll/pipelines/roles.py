@@ -42,7 +42,7 @@ class Roles:
 
 
 def ranks_of_roles(config: RLConfig) -> dict[str, int]:
-    """How many ranks each role has."""
+    """Number of ranks of each role."""
     models = {role: config.model_role(role).world_size for role in config.model_roles}
     return models | {"rollout": config.rollout.world_size, "reward": 1}
 
