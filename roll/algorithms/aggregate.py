@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from roll.algorithms.loss_term import LossTerm, Normalizer, check_normalizer
+from roll.algorithms.loss_term import STEP_METRICS, LossTerm, Normalizer, check_normalizer
 from roll.algorithms.masking import masked_mean, masked_sum
 from roll.errors import UserError
 from roll.protocol.normalizers import LossNormalizers
@@ -29,7 +29,8 @@ def total_loss(terms: Sequence[LossTerm], data: DataProto, output: ModelOutput) 
 
     Metrics of the terms are parts of means over the tokens of the step, whatever divides the loss.
 
-    Raises ValueError as `aggregate_loss` does, and if two terms give one name to their metrics.
+    Raises ValueError as `aggregate_loss` does, and if two terms give one name to their metrics, or a term one of
+    `STEP_METRICS`.
     """
     assert data.normalizers is not None
     mask = data["response_mask"][:, 1:]
@@ -40,6 +41,8 @@ def total_loss(terms: Sequence[LossTerm], data: DataProto, output: ModelOutput) 
         losses.append(term.weight * aggregate_loss(per_token, mask, data.normalizers, term.per))
         if twice := metrics.keys() & diagnostics.keys():
             raise UserError(f"two terms of a loss have a metric named {', '.join(sorted(twice))}")
+        if taken := STEP_METRICS & diagnostics.keys():
+            raise UserError(f"a term of a loss has a metric named {', '.join(sorted(taken))}, as the step itself has")
         metrics |= {name: aggregate_loss(value.detach(), mask, data.normalizers) for name, value in diagnostics.items()}
     return sum(losses[1:], start=losses[0]), metrics
 

@@ -22,6 +22,9 @@ LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-me
 Normalizer = LossAggregation | float
 """Divisor of the token losses of a step; see `aggregate_loss`. A number divides their plain sum."""
 
+STEP_METRICS = frozenset({"loss", "grad_norm", "lr", "skipped_steps"})
+"""Metrics of every optimizer step. No term gives one of its own these names."""
+
 TokenLoss = tuple["Tensor", dict[str, "Tensor"]]
 """A loss per token, `[b, S-1]`, and metrics per token by name, of which the mean over the tokens of a step is logged.
 Values where `response_mask[:, 1:]` is 0 do not count."""

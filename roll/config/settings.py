@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, Never, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Never, Self, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 from pydantic._internal._model_construction import ModelMetaclass  # BaseModel's; it has no public name.
 
 from roll.config.explain import schema_problems, section_type
@@ -87,6 +87,9 @@ class Settings(BaseModel, metaclass=_RefusesInOurWords):
                 raise UnavailableError(f"{type(self).__name__}.{name} is not usable")
             return super().__getattr__(name)
 
+
+Seed = Annotated[int, Field(ge=0, lt=2**31)]
+"""A seed of a run. The seeds that are made from it for steps and rows fit what torch takes."""
 
 S = TypeVar("S", bound=Settings)
 

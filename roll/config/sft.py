@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, StringConstraints
+from pydantic import PositiveFloat, PositiveInt, StringConstraints
 
 from roll.config.model_parallel import model_split_checks, world_size_checks
 from roll.config.model_source import ModelSource, architecture_of, folder_problems
@@ -14,7 +14,7 @@ from roll.config.optimizer import OptimizerSettings
 from roll.config.parallel import ParallelSettings
 from roll.config.paths import PathSetting
 from roll.config.problems import Check, Problem, run_checks
-from roll.config.settings import Settings
+from roll.config.settings import Seed, Settings
 from roll.config.sft_data import SFTDataSettings
 from roll.config.strategy import DType, StrategySettings
 
@@ -37,7 +37,7 @@ class SFTConfig(Settings):
     """Name of the run, and of its folder under `output_dir`."""
     output_dir: PathSetting = Path("runs")
     """Folder that holds the folders of runs, seen from the working directory."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seed of random weights, of the order of samples, and of which are held out."""
     dtype: DType = "float32"
     """Type of weights and activations."""

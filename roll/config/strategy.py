@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 
 from roll.config.family_name import FamilyName
 from roll.config.micro_batch import MicroBatchSettings
@@ -13,7 +13,7 @@ from roll.config.optimizer import OptimizerSettings
 from roll.config.parallel import ParallelSettings
 from roll.config.paths import PathSetting
 from roll.config.problems import Check, Problem
-from roll.config.settings import Settings
+from roll.config.settings import Seed, Settings
 
 StrategyName = Literal["megatron_train", "megatron_infer", "hf"]
 DType = Literal["float32", "bfloat16"]
@@ -48,7 +48,7 @@ class StrategySettings(Settings):
     """Seconds for which ranks with a batch wait for those of their share that do not call."""
     token_chunk: PositiveInt = 1024
     """Tokens whose logits are turned into log-probabilities at once: it bounds memory, not results."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seed of random weights."""
 
     def checks(self) -> Iterable[Check]:

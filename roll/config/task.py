@@ -5,9 +5,9 @@ from __future__ import annotations
 from string import Formatter
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, Field, PositiveInt
 
-from roll.config.settings import Settings
+from roll.config.settings import Seed, Settings
 from roll.errors import UserError
 
 PromptForm = Literal["auto", "none"]
@@ -42,5 +42,5 @@ class TaskSettings(Settings):
     """Problems to train on."""
     eval_size: PositiveInt
     """Held-out problems, none of which is trained on."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seed of the problems and of which are held out; not the run's, so that all runs have the same."""

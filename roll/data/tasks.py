@@ -28,9 +28,6 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
-import reasoning_gym
-from reasoning_gym.factory import DATASETS
-
 from roll.config import ConfigError, Problem, TaskSettings
 from roll.errors import UserError
 from roll.named import load_named
@@ -142,9 +139,13 @@ class ReasoningTask:
 
 
 def _check_params(name: str, params: Mapping[str, Any]) -> None:
+    # Imported where it is used: it takes a second, which ranks of a model do without.
+    from reasoning_gym.factory import DATASETS
+
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, n=3)
-        raise UserError(f"unknown task {name!r}; " + (f"near names: {', '.join(near)}" if near else _all_tasks()))
+        all_tasks = f"known: {', '.join(sorted(DATASETS))}"
+        raise UserError(f"unknown task {name!r}; " + (f"near names: {', '.join(near)}" if near else all_tasks))
     known = {field.name for field in dataclasses.fields(DATASETS[name][1])} - {"seed", "size"}
     for param in params:
         if param in ("seed", "size"):
@@ -155,11 +156,9 @@ def _check_params(name: str, params: Mapping[str, Any]) -> None:
             raise UserError(f"unknown param {param!r} of task {name}; {hint}known: {', '.join(sorted(known))}")
 
 
-def _all_tasks() -> str:
-    return f"known: {', '.join(sorted(DATASETS))}"
-
-
 def _entries(name: str, params: Mapping[str, Any], *, size: int, seed: int) -> Iterator[Entry]:
+    import reasoning_gym
+
     try:
         yield from reasoning_gym.create_dataset(name, size=size, seed=seed, **params)
     except (AssertionError, TypeError, ValueError) as error:  # how reasoning-gym refuses values, some while drawing
@@ -204,6 +203,8 @@ def _score(response: str, entry: Entry) -> float:
 
 @functools.cache
 def _verifier(name: str) -> Callable[[str, Entry], float]:
+    import reasoning_gym
+
     verifier: Callable[[str, Entry], float] = reasoning_gym.get_score_answer_fn(name)
     return verifier
 

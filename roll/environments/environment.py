@@ -40,7 +40,7 @@ class Outcome:
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers worth logging; a run logs their means over its episodes as `episode/NAME`."""
+    """Numbers worth logging; a run logs their means over its episodes as `episode/NAME`. `full` is the run's own."""
 
 
 class Environment(ABC):

@@ -19,6 +19,9 @@ from roll.generation.records import Response
 
 T = TypeVar("T")
 
+FULL = "full"
+"""Metric of a run: whether the row of an episode was full before its environment gave an outcome."""
+
 
 class EnvironmentFailed(UserError):
     """A user's environment raised, or gave something that is no turn and no outcome."""
@@ -151,6 +154,8 @@ class Episodes:
             }
         except RewardError as error:
             raise self._failed(row, str(error)) from error
+        if FULL in metrics:
+            raise self._failed(row, f"{method} gave a metric named {FULL!r}, which the run itself reports")
         episode = self._open.pop(row)
         (exact,) = exact_match([episode.last], [episode.entry])
         return Finished(reward, metrics, "".join(episode.texts), exact)

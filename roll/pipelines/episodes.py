@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from roll.data.responses import Continuation, as_rows
 from roll.data.tokenizer import padding_id
-from roll.environments.episodes import Finished
+from roll.environments.episodes import FULL, Finished
 from roll.errors import UserError
 from roll.generation.batches import pack_requests, unpack_responses
 from roll.generation.records import Response
@@ -177,5 +177,5 @@ def _metrics(rows: list[_Row]) -> dict[str, float]:
     names = dict.fromkeys(name for end in ends for name in end.metrics)
     found = {name: [end.metrics[name] for end in ends if name in end.metrics] for name in names}
     if any(row.full for row in rows):
-        found["full"] = [float(row.full) for row in rows]
+        found[FULL] = [float(row.full) for row in rows]
     return {f"episode/{name}": float(np.mean(values)) for name, values in found.items()}

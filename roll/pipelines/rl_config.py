@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import NonNegativeInt, PositiveFloat, StringConstraints
+from pydantic import PositiveFloat, StringConstraints
 
 from roll.algorithms.algorithm import AlgorithmSettings
 from roll.algorithms.registry import make_algorithm, settings_of
@@ -24,6 +24,7 @@ from roll.config.roles import (
     RolloutSettings,
     TrainRoleSettings,
 )
+from roll.config.settings import Seed
 from roll.config.sft import SFTConfig
 from roll.config.strategy import DType, Head, StrategySettings
 from roll.config.task import TaskSettings
@@ -41,7 +42,7 @@ class RLConfig(LoopSettings):
     output_dir: PathSetting = Path("runs")
     """Folder that holds the folders of runs, seen from the working directory;
     `~` is the home folder, as in every path."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seed of everything that is random, but for the problems and the warm start, which have their own."""
     temperature: PositiveFloat = 1.0
     """Temperature of sampling, and of every log-probability and entropy."""

@@ -7,6 +7,7 @@ A whole batch, which must also tell of a leader's refusal and of ranks that do n
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -39,9 +40,9 @@ PIECE_BYTES = 1 << 21
 """Size of a piece of a broadcast of bytes: a rank passes on one piece while it receives the next."""
 
 
-def broadcast_bytes(flat: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Fill `flat`, uint8 of one size on all ranks, with what the group's first rank has in it."""
+def broadcast_bytes(runs: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Fill `runs`, uint8 of the same sizes on all ranks, with what the group's first rank has in them."""
     source = dist.get_process_group_ranks(group)[0]
-    pieces = flat.split(PIECE_BYTES) if flat.numel() else ()
+    pieces = [piece for run in runs if run.numel() for piece in run.split(PIECE_BYTES)]
     for sent in [dist.broadcast(piece, src=source, group=group, async_op=True) for piece in pieces]:
         sent.wait()

@@ -33,7 +33,7 @@ from roll.protocol.delivery_messages import Decision, RankReport, message_of, pi
 from roll.protocol.roll_call import MissingRanks, RollCall
 from roll.protocol.row_delivery import BROADCAST, RowDelivery
 from roll.protocol.tensors import tensor_dict
-from roll.protocol.wire import Specs, flatten, specs_of, total_bytes, unflatten
+from roll.protocol.wire import as_runs, joined, run_sizes, specs_of, total_bytes, unflatten
 
 FEW_BYTES = 1 << 16
 """Rows of at most this size come along with the decision: a broadcast would take longer to begin than to send them."""
@@ -68,7 +68,6 @@ class BatchDelivery:
         self._levels = [group for group in levels if group.size() > 1]
         self._device = device
         self._sends = len(rows.receivers(share.ranks)) < len(share.ranks)
-        self._staging = torch.empty(0, dtype=torch.uint8, device=device)
 
     def deliver(
         self,
@@ -99,11 +98,10 @@ class BatchDelivery:
         report = RankReport.of(batch)
         if not self._share.decides:
             return self._receive(batch, self._hear(report))
-        decision, (batch, flat) = self._tell(
+        decision, (batch, runs) = self._tell(
             report, lambda reports: self._prepare(batch, reports, non_tensor, keys, check)
         )
-        if flat is not None:
-            self._pass_on(flat)
+        self._pass_on(runs)
         if decision.closing:
             self._tell(RankReport(), self._conclude)
         return batch
@@ -115,7 +113,7 @@ class BatchDelivery:
             num_bytes = total_bytes(decision.specs) + decision.object_bytes
             if decision.rows is None:
                 flat = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-                self._pass_on(flat)
+                self._pass_on(flat.split([*run_sizes(decision.specs), decision.object_bytes]))
             else:
                 flat = _tensor_of(decision.rows).to(self._device)
         what = "meta_info, the plan or the normalizers"
@@ -140,7 +138,7 @@ class BatchDelivery:
         non_tensor: bool | None,
         keys: Sequence[str] | None,
         check: Check | None,
-    ) -> tuple[Decision, tuple[DataProto, Tensor | None]]:
+    ) -> tuple[Decision, tuple[DataProto, Sequence[Tensor]]]:
         """The leader's decision, result and bytes to send: all that may fail, before any rank waits for bytes."""
         self._check_errors(reports)
         self._check_same(reports)
@@ -150,9 +148,9 @@ class BatchDelivery:
         non_tensor = batch.broadcast_non_tensor if non_tensor is None else non_tensor
         objects = _pickled(batch) if non_tensor and self._sends else b""
         specs = specs_of(batch.tensors)
-        flat = self._flat(batch, specs, objects) if self._sends else None
-        few = flat.cpu().numpy().tobytes() if flat is not None and flat.numel() <= FEW_BYTES else None
-        tensors = {name: tensor.detach() for name, tensor in batch.tensors.items()}
+        tensors = {name: tensor.detach().to(self._device) for name, tensor in batch.tensors.items()}
+        runs = [*as_runs(tensors, specs), _tensor_of(objects).to(self._device)] if self._sends else []
+        few = self._sends and total_bytes(specs) + len(objects) <= FEW_BYTES
         result = _with_rows(batch, tensors, batch.non_tensor_batch, len(batch)).to(self._device)
         lacking = pickled_lacking(batch, reports[1:])
         decision = Decision(
@@ -160,11 +158,11 @@ class BatchDelivery:
             num_rows=len(batch),
             non_tensor=non_tensor,
             object_bytes=len(objects),
-            rows=few,
+            rows=joined(runs).cpu().numpy().tobytes() if few else None,
             lacking=lacking,
             closing=bool(objects or lacking),
         )
-        return decision, (result, flat if few is None else None)
+        return decision, (result, [] if few else runs)
 
     def _conclude(self, reports: list[RankReport]) -> tuple[Decision, None]:
         self._check_errors(reports)
@@ -257,22 +255,10 @@ class BatchDelivery:
 
     # --- bytes --------------------------------------------------------------------------------------------------------
 
-    def _pass_on(self, flat: Tensor) -> None:
-        """Along the levels: into `flat` on a rank that is not the first of its group, else out of it."""
-        for group in self._levels:
-            broadcast_bytes(flat, group)
-
-    def _flat(self, batch: DataProto, specs: Specs, objects: bytes) -> Tensor:
-        """What is sent. Its memory is kept, since touching new memory takes longer than copying into old."""
-        values = total_bytes(specs)
-        num_bytes = values + len(objects)
-        if self._staging.numel() < num_bytes:
-            self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        flat = self._staging[:num_bytes]
-        flatten(batch.tensors, specs, flat[:values])
-        if objects:
-            flat[values:] = _tensor_of(objects).to(self._device)
-        return flat
+    def _pass_on(self, runs: Sequence[Tensor]) -> None:
+        """Along the levels: into `runs` on a rank that is not the first of its group, else out of them, if any."""
+        for group in self._levels if runs else ():
+            broadcast_bytes(runs, group)
 
 
 def _tensor_of(values: bytes) -> Tensor:

@@ -74,6 +74,7 @@ class RollCall:
         made = store.add(f"roll_call/{self.name}/made/{rank}", 1)
         self._prefix = f"roll_call/{self.name}/{made}"
         self._call = 0
+        self._own_word = b""
         self._answered: list[str] = []
         """On the first rank: keys of answers that a late rank may still want."""
         self._heard: list[str] = []
@@ -87,6 +88,10 @@ class RollCall:
     def arrive(self, word: bytes) -> None:
         """Say that this rank has come to its next call."""
         self._call += 1
+        if self.decides:  # Its word stays here, and the key of all its calls needs no deleting.
+            self._own_word = word
+            self._store.set(self._first, str(self._call))
+            return
         self._store.set(self._word(self._rank), word)  # type: ignore[arg-type]  # bytes are as good as str
         if self._call > 2:  # Who has come to the previous call needs no words of the one before.
             self._store.delete_key(self._word(self._rank, before=2))
@@ -96,13 +101,14 @@ class RollCall:
 
         Raises MissingRanks if some say nothing in time; the others still wait for `decide`.
         """
+        others = [self._word(rank) for rank in self.ranks[1:]]
         try:
-            words: list[bytes] = self._store.multi_get([self._word(rank) for rank in self.ranks])
+            words: list[bytes] = self._store.multi_get(others) if others else []
         except RuntimeError as error:
             raise self._missing(error) from None
         # All have come to this call, so they have heard the answers to those before.
         self._heard, self._answered = self._heard + self._answered, []
-        return words
+        return [self._own_word, *words]
 
     def claim(self) -> bytes | None:
         """On the first rank: from now on it alone decides this call. The verdict of a rank that did so before, if any.
@@ -115,11 +121,13 @@ class RollCall:
     def decide(self, verdict: bytes) -> bytes:
         """What holds for all ranks: `verdict`, unless a rank has decided before."""
         answer = self._put("answer", verdict)
-        answer = self._put("verdict", verdict) if answer == _CLAIMED else answer
+        self._answered.append(self._key("answer"))
+        if answer == _CLAIMED:
+            answer = self._put("verdict", verdict)
+            self._answered.append(self._key("verdict"))
         for key in self._heard:  # Only now: the others have waited for the verdict, and nobody waits for this.
             self._store.delete_key(key)
         self._heard = []
-        self._answered += [self._key("answer"), self._key("verdict")]
         return answer
 
     def verdict(self, refuse: Callable[[MissingRanks], bytes]) -> bytes:
@@ -157,13 +165,24 @@ class RollCall:
         """The ranks that have said nothing, after a wait that ended with `error`, which is raised if it is another."""
         if "timeout" not in str(error).lower():
             raise error
-        absent = tuple(rank for rank in self.ranks if not self._store.check([self._word(rank)]))
+        absent = tuple(rank for rank in self.ranks if not self._has_come(rank))
         if absent:
             ranks = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
             what = f"{ranks} did not come to call {self._call} within {self.timeout_s:g} s"
         else:
             what = f"rank {self.ranks[0]} came to call {self._call}, and said nothing more"
         return MissingRanks(f"{self.name}: {what}", absent)
+
+    def _has_come(self, rank: int) -> bool:
+        """Whether a rank has come to this call."""
+        if rank == self.ranks[0]:
+            return self._store.add(self._first, 0) >= self._call
+        return self._store.check([self._word(rank)])
+
+    @property
+    def _first(self) -> str:
+        """The key under which the first rank says how many calls it has come to."""
+        return f"{self._prefix}/first"
 
     def _word(self, rank: int, before: int = 0) -> str:
         return self._key(str(rank), before)

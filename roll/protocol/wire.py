@@ -1,16 +1,20 @@
-"""Tensors as they travel: a header that names them, and their values as one run of bytes.
+"""Tensors as they travel: a header that names them, and their values as runs of bytes.
 
 Nothing is encoded, so every dtype is exact, also under a backend that does not know it. The values of each dtype stand
 together, those of the widest dtype first, so every tensor starts where its dtype may start:
 
     specs  input_ids int64 [2, 3], mask bool [2, 3], advantages float32 [2, 2]
     bytes  input_ids 48 | advantages 16 | mask 6
+
+A large tensor is a run of its own, so that it can be sent out of its own memory. Small neighbours share one, since each
+run is a message. A receiver has all runs in one piece of memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -45,10 +49,37 @@ def total_bytes(specs: Sequence[TensorSpec]) -> int:
     return sum(spec.num_bytes for spec in specs)
 
 
-def flatten(tensors: Mapping[str, Tensor], specs: Sequence[TensorSpec], out: Tensor) -> None:
-    """Copy the values into `out`, uint8 `[total_bytes]` on any device. Tensors may have any memory layout."""
-    for spec, values in _parts(specs, out):
-        values.copy_(tensors[spec.name].detach())
+LARGE_BYTES = 1 << 16
+"""Size from which a tensor is a run of its own: copying it takes longer than one more message."""
+
+
+def run_sizes(specs: Sequence[TensorSpec]) -> list[int]:
+    """The bytes of each run, in the order in which they travel."""
+    return [sum(spec.num_bytes for spec in run) for run in _runs(specs)]
+
+
+def as_runs(tensors: Mapping[str, Tensor], specs: Sequence[TensorSpec]) -> list[Tensor]:
+    """The values as uint8 runs. A large tensor that is contiguous is not copied: its run is a view of it."""
+    return [joined([_bytes(tensors[spec.name]) for spec in run]) for run in _runs(specs)]
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """These bytes one after the other; a single part is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _runs(specs: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
+    """The tensors of each run."""
+    runs = groupby(_ordered(specs), key=lambda spec: spec.name if spec.num_bytes >= LARGE_BYTES else None)
+    return [[*run] for _, run in runs]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The values of a tensor of any memory layout, as uint8 in one dimension."""
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    if flat.stride(0) != 1:  # Every second value of a tensor, say; also where that is one value, or none.
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 def unflatten(flat: Tensor, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
@@ -60,7 +91,11 @@ def unflatten(flat: Tensor, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
 def _parts(specs: Sequence[TensorSpec], flat: Tensor) -> Iterator[tuple[TensorSpec, Tensor]]:
     """Each tensor's place in `flat`."""
     start = 0
-    for spec in sorted(specs, key=lambda spec: (-spec.dtype.itemsize, str(spec.dtype))):
+    for spec in _ordered(specs):
         end = start + spec.num_bytes
         yield spec, flat[start:end].view(spec.dtype).view(spec.shape)
         start = end
+
+
+def _ordered(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+    return sorted(specs, key=lambda spec: (-spec.dtype.itemsize, str(spec.dtype)))

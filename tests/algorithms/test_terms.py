@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms import KLSettings, entropy_term, kl_term, policy_term, total_loss, value_term
+from roll.algorithms.loss_term import LossTerm, TokenLoss
 from roll.algorithms.ppo import PPO, PPOSettings
 from roll.config import OptimizerSettings, TrainRoleSettings
 from roll.protocol import DataProto, LossNormalizers
@@ -106,6 +107,15 @@ def test_two_metrics_of_one_name_are_refused() -> None:
     terms = [policy_term(0.2, 0.2, per=1.0), policy_term(0.1, 0.1, per=1.0)]
     with pytest.raises(ValueError, match="two terms of a loss have a metric named approx_kl, clip_fraction, ratio"):
         total_loss(terms, micro_batch(), Scripted())
+
+
+def test_a_metric_that_every_step_has_is_refused() -> None:
+    def named_as_the_steps(data: DataProto, output: ModelOutput) -> TokenLoss:
+        loss = data["advantages"]
+        return loss, {"lr": loss, "own": loss, "grad_norm": loss}
+
+    with pytest.raises(ValueError, match="a term of a loss has a metric named grad_norm, lr, as the step itself has"):
+        total_loss([LossTerm(function=named_as_the_steps)], micro_batch(), Scripted())
 
 
 @pytest.mark.parametrize("number", [0, -1.0, float("inf"), float("nan")])

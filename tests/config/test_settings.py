@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from roll import config as roll_config
 from roll.config import (
@@ -23,6 +24,8 @@ from roll.config import (
     StrategySettings,
     load_config,
 )
+from roll.generation.batches import ROW_SEEDS_APART
+from roll.pipelines.episodes import ROUND_SEEDS_APART
 from roll.pipelines.rl_config import RLConfig
 
 SECTIONS = [value for value in vars(roll_config).values() if isinstance(value, type) and issubclass(value, Settings)]
@@ -117,6 +120,15 @@ def test_strategy_settings_by_hand(tmp_path: Path) -> None:
         StrategySettings(name="vllm", model_path=tmp_path)  # type: ignore[arg-type]
     settings = StrategySettings(name="megatron_train", model_path=tmp_path, optimizer=OptimizerSettings(lr=1e-3))
     assert (settings.temperature, settings.dtype, settings.head, settings.init) == (1.0, "float32", "lm", "load")
+
+
+def test_seeds_that_are_made_from_the_largest_seed_fit_torch(base: Path) -> None:
+    largest = 2**31 - 1
+    config = load_config(RLConfig, base, [f"seed={largest}", f"task.seed={largest}"])
+    step = config.seed * 1_000_003 + 10**6
+    torch.manual_seed(step + 2**20 * ROW_SEEDS_APART + 64 * ROUND_SEEDS_APART)
+    with pytest.raises(ConfigError, match=r"^seed: must be less than 2147483648, got 2147483648$"):
+        load_config(RLConfig, base, [f"seed={largest + 1}"])
 
 
 def test_ppo_config_is_checked_without_a_file(base: Path) -> None:

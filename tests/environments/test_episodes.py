@@ -151,6 +151,7 @@ def test_a_wrong_turn_is_named_with_its_row(
         (lambda: Outcome("1"), "step gave the reward '1', which is not a number"),  # type: ignore[arg-type]
         (lambda: Outcome(1.0, {"steps": float("inf")}), "step gave 'steps' inf, which is not finite"),
         (lambda: Outcome(10**5000), "step gave the reward inf, which is not finite"),
+        (lambda: Outcome(1.0, {"full": 1.0}), "step gave a metric named 'full', which the run itself reports"),
         (lambda: Outcome(1.0, None), "step gave metrics None, not a mapping of names to numbers"),  # type: ignore[arg-type]
     ],
 )

@@ -24,8 +24,7 @@ from roll.pipelines.prompt_data import load_prompt_data
 from roll.pipelines.rl_config import RLConfig
 from roll.strategies import HfStrategy
 from tests.generation.serving import engine_of, requests
-from tests.pipelines.conftest import Head
-from tests.pipelines.small_run import EXAMPLES, SMALL, driver, outcome_of, run, share_of_letters
+from tests.pipelines.small_run import EXAMPLES, SMALL, driver, outcome_of, share_of_letters
 from tests.processes import command_line, descendants, end, wait_for_end, wait_until
 
 
@@ -103,34 +102,12 @@ def test_what_is_evaluated_is_the_trained_policy(first_run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_runs_with_one_seed_write_the_same_metrics_and_a_bad_reward_function_ends_one(
-    head: Head, first_run: Path
-) -> None:
-    function = "reward.function=tests.pipelines.small_run:fails_in_step_three"
-    outcome = run(first_run.parent, "name=second", "steps=3", function, RAY_ADDRESS=head.address)
-    assert "warm start" not in outcome.stdout, "the first run's is there"
-    assert (first_run.parent / "second" / "metrics.jsonl").read_bytes() == (first_run / "metrics.jsonl").read_bytes()
-    assert outcome.returncode == 1, outcome.stdout + outcome.stderr
-    assert "fails_in_step_three returned 1 rewards for 16 responses" in outcome.stderr
-    assert "reward rank 0" in outcome.stderr
-    # What the function prints is on the console, and in the file that the run names.
-    logs = first_run.parent / "second" / "logs"
-    assert f"what workers print is below, and in {logs}\n" in outcome.stdout
-    log = (logs / "reward_0.log").read_text()
-    said = [f"call {call} of a reward function" for call in range(1, 7)]
-    for line in [*said, "to stderr", "logged", "from a subprocess", "last words"]:
-        assert f"reward 0: {line}\n" in outcome.stdout, outcome.stdout
-        assert line in log
-    assert "UserWarning: a warning" in outcome.stdout
-    assert [line for line in log.splitlines() if line in said] == said
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_a_run_and_its_ray_cleanly(first_run: Path, tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_run_and_its_ray_cleanly_and_the_actor_may_be_a_pipeline(first_run: Path, tmp_path: Path) -> None:
     # The driver finds this module by PYTHONPATH, and so do the actors of the Ray that it starts.
-    (tmp_path / "my_rewards.py").write_text("from roll.data.tasks import score_responses as score\n")
+    (tmp_path / "my_rewards.py").write_text("from tests.pipelines.small_run import share_of_letters as score\n")
     metrics = first_run.parent / "stopped" / "metrics.jsonl"
     settings = ["name=stopped", "steps=500", "reward.function=my_rewards:score"]
+    settings += ["--config", str(EXAMPLES / "ppo_cpu_pp2.yaml")]
     with driver(first_run.parent, *settings, PYTHONPATH=str(tmp_path)) as process:
         wait_until(lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") >= 2, process)
         family = descendants(process.pid)
@@ -140,8 +117,11 @@ def test_ctrl_c_ends_a_run_and_its_ray_cleanly(first_run: Path, tmp_path: Path) 
     assert outcome.returncode == 130, outcome.stdout + outcome.stderr
     assert "stopped" in outcome.stdout
     assert metrics.read_bytes().endswith(b"\n")
-    assert len(metrics_of(first_run.parent / "stopped")) >= 2
     wait_for_end(family)
+    # The same numbers up to rounding, as long as rounding changes no sampled token: the first step's.
+    ours, theirs = (metrics_of(folder)[1] for folder in (first_run.parent / "stopped", first_run))
+    for name in ("reward", "entropy", "loss", "grad_norm", "critic/loss"):
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
 
 
 def test_a_run_that_does_not_end_is_ended_with_all_that_it_started() -> None:

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.protocol.wire import flatten, specs_of, total_bytes, unflatten
+from roll.protocol import wire
+from roll.protocol.wire import as_runs, run_sizes, specs_of, total_bytes, unflatten
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bfloat16, torch.float16,
@@ -34,11 +35,24 @@ def bits(tensor: torch.Tensor) -> list[int]:
     return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).tolist()
 
 
+def sent(values: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The runs as a receiver has them: one after the other, of the sizes that it works out from the specs."""
+    runs = as_runs(values, specs_of(values))
+    assert [run.numel() for run in runs] == run_sizes(specs_of(values))
+    return torch.cat([torch.empty(0, dtype=torch.uint8), *runs])
+
+
+@pytest.mark.parametrize("large_bytes", [0, 20, 1 << 16])  # a run for each tensor, for some, for none
+def test_every_bit_arrives(large_bytes: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "LARGE_BYTES", large_bytes)
+        every_bit_arrives()
+
+
 @given(tensors())
-def test_every_bit_arrives(values: dict[str, torch.Tensor]) -> None:
-    specs = specs_of(values)
-    flat = torch.full((total_bytes(specs),), 77, dtype=torch.uint8)
-    flatten(values, specs, flat)
+def every_bit_arrives(values: dict[str, torch.Tensor]) -> None:
+    specs, flat = specs_of(values), sent(values)
+    assert len(flat) == total_bytes(specs)
     arrived = unflatten(flat, specs)
     assert list(arrived) == list(values)
     for name, tensor in values.items():
@@ -53,21 +67,29 @@ def test_one_run_of_bytes_for_each_dtype_the_widest_first() -> None:
         "flags": torch.tensor([False]),
         "more_ids": torch.tensor([3]),
     }
-    specs = specs_of(values)
-    flat = torch.zeros(total_bytes(specs), dtype=torch.uint8)
-    flatten(values, specs, flat)
+    specs, flat = specs_of(values), sent(values)
     assert flat[:24].view(torch.int64).tolist() == [1, 2, 3] and flat[24:].tolist() == [1, 0, 1, 0]
     assert [str(spec) for spec in specs[:2]] == ["mask bool[3]", "ids int64[2, 1]"]
 
 
+def test_a_large_tensor_is_sent_out_of_its_own_memory_and_small_ones_in_one_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wire, "LARGE_BYTES", 64)
+    values = {"a": torch.zeros(2), "b": torch.ones(4), "large": torch.zeros(8, 2), "c": torch.ones(1)}
+    values["turned"] = torch.rand(4, 8).T  # not contiguous
+    runs = as_runs(values, specs_of(values))
+    assert [run.numel() for run in runs] == [24, 64, 4, 128]
+    assert runs[1].data_ptr() == values["large"].data_ptr()
+    assert bits(runs[3]) == bits(values["turned"])
+
+
+def test_a_conjugate_is_sent_as_what_it_stands_for() -> None:
+    values = {"z": torch.tensor([1 + 2j, 3 - 1j]).conj(), "y": torch.tensor([1 + 2j]).conj().imag}
+    arrived = unflatten(sent(values), specs_of(values))
+    assert arrived["z"].tolist() == [1 - 2j, 3 + 1j] and arrived["y"].tolist() == [-2]
+
+
 def test_gradients_do_not_travel() -> None:
     values = {"w": torch.ones(2, requires_grad=True)}
-    flat = torch.zeros(8, dtype=torch.uint8)
-    flatten(values, specs_of(values), flat)
-    assert not unflatten(flat, specs_of(values))["w"].requires_grad
-
-
-def test_memory_of_another_size_is_refused() -> None:
-    values = {"x": torch.ones(3)}
-    with pytest.raises(RuntimeError, match="size"):
-        flatten(values, specs_of(values), torch.zeros(9, dtype=torch.uint8))
+    assert not unflatten(sent(values), specs_of(values))["w"].requires_grad

@@ -87,9 +87,9 @@ class VirtualStore:
     def check(self, keys: Sequence[str]) -> bool:
         return all(key in self._held for key in keys)
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: str | bytes) -> None:
         with self._clock.changed:
-            self._put(key, value)
+            self._put(key, value.encode() if isinstance(value, str) else value)
 
     def add(self, key: str, amount: int) -> int:
         with self._clock.changed:

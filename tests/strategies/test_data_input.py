@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -164,12 +164,13 @@ def levels_noted(noted: list[tuple[list[int], bool, torch.Tensor]]) -> Iterator[
     """Notes of each level of this rank: the group, whether the bytes are there before, and the bytes after."""
     send = delivery.broadcast_bytes
 
-    def noting(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
-        if not noted:
-            flat.fill_(NOT_RECEIVED) if group.rank() else None
-        before = bool((flat != NOT_RECEIVED).any())
-        send(flat, group)
-        noted.append((dist.get_process_group_ranks(group), before, flat.clone()))
+    def noting(runs: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+        if not noted and group.rank():
+            for run in runs:
+                run.fill_(NOT_RECEIVED)
+        before = bool((torch.cat(list(runs)) != NOT_RECEIVED).any())
+        send(runs, group)
+        noted.append((dist.get_process_group_ranks(group), before, torch.cat(list(runs))))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(delivery, "broadcast_bytes", noting)
@@ -339,7 +340,9 @@ def arriving_together(store: Any, absent: list[int]) -> Iterator[None]:
 
     def arrive_and_wait(call: RollCall, word: bytes) -> None:
         arrive(call, word)
-        store.wait([call._word(rank) for rank in call.ranks if rank not in absent], PATIENCE)
+        here = f"arrived/{call._prefix}/{call._call}"
+        store.set(f"{here}/{call._rank}", "")
+        store.wait([f"{here}/{rank}" for rank in call.ranks if rank not in absent], PATIENCE)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RollCall, "arrive", arrive_and_wait)

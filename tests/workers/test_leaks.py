@@ -16,8 +16,8 @@ from roll.workers import Placement, PlacementLayout, WorkerFailed
 from tests.processes import command_line, descendants, processes_of, wait_for_end, wait_until
 from tests.workers.probes import Probes
 
-RUNS = 10
-SPARE_FILES = 8
+RUNS = 6
+SPARE_FILES = 5
 """Connections to Ray's idle workers that open and close at any time; fewer than one for each run."""
 
 
@@ -64,7 +64,7 @@ def held(lasting: list[psutil.Process]) -> dict[str, int]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_ray")
-def test_ten_runs_leave_nothing_behind() -> None:
+def test_six_runs_leave_nothing_behind() -> None:
     run(fails=False)
     run(fails=True)
     lasting = lasting_processes()

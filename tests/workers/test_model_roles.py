@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -34,10 +35,10 @@ def looked_up(folder: Path, name: str) -> tuple[int, DataProto | None]:
     broadcasts = 0
     send = delivery.broadcast_bytes
 
-    def counted(flat: torch.Tensor, group: torch.distributed.ProcessGroup) -> None:
+    def counted(runs: Sequence[torch.Tensor], group: torch.distributed.ProcessGroup) -> None:
         nonlocal broadcasts
         broadcasts += 1
-        send(flat, group)
+        send(runs, group)
 
     try:
         with pytest.MonkeyPatch.context() as patch:
