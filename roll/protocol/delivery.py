@@ -129,7 +129,7 @@ class BatchDelivery:
         if flat is None:
             rows = batch.select([spec.name for spec in decision.specs], None if decision.non_tensor else [])
             return rows.to(self._device)
-        return _with_rows(batch, unflatten(flat, decision.specs), objects, decision.num_rows).to(self._device)
+        return self._with_rows(batch, unflatten(flat, decision.specs), objects, decision.num_rows)
 
     def _prepare(
         self,
@@ -151,7 +151,7 @@ class BatchDelivery:
         tensors = {name: tensor.detach().to(self._device) for name, tensor in batch.tensors.items()}
         runs = [*as_runs(tensors, specs), _tensor_of(objects).to(self._device)] if self._sends else []
         few = self._sends and total_bytes(specs) + len(objects) <= FEW_BYTES
-        result = _with_rows(batch, tensors, batch.non_tensor_batch, len(batch)).to(self._device)
+        result = self._with_rows(batch, tensors, batch.non_tensor_batch, len(batch))
         lacking = pickled_lacking(batch, reports[1:])
         decision = Decision(
             specs=specs,
@@ -253,6 +253,12 @@ class BatchDelivery:
             return replace(decision, closing=joint.closing)
         return joint
 
+    def _with_rows(
+        self, batch: DataProto, tensors: Mapping[str, Tensor], objects: dict[str, np.ndarray], num_rows: int
+    ) -> DataProto:
+        """The batch with these rows, whose tensors are on the device."""
+        return replace(batch, batch=tensor_dict(tensors, num_rows, self._device), non_tensor_batch=objects)
+
     # --- bytes --------------------------------------------------------------------------------------------------------
 
     def _pass_on(self, runs: Sequence[Tensor]) -> None:
@@ -280,9 +286,3 @@ def _pickled(batch: DataProto) -> bytes:
         return pickle.dumps(dict(batch.non_tensor_batch))
     except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as refused:  # all are what pickle raises
         raise UserError(f"non_tensor_batch cannot be pickled: {refused}") from refused
-
-
-def _with_rows(
-    batch: DataProto, tensors: Mapping[str, Tensor], objects: dict[str, np.ndarray], num_rows: int
-) -> DataProto:
-    return replace(batch, batch=tensor_dict(tensors, num_rows), non_tensor_batch=objects)

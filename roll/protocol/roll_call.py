@@ -30,6 +30,8 @@ PATIENCE = 4
 CLAIM_PATIENCE = 4 * PATIENCE
 """For how many it waits for the verdict on a claimed call: longer than groups wait for each other, since only a first
 rank that is lost may be given up then."""
+KEYS_KEPT = 8
+"""Keys that nobody reads any more, from which on they are deleted together: the wait for the store is one, not many."""
 _CLAIMED = b"claimed"  # an answer that is no verdict
 
 
@@ -77,8 +79,8 @@ class RollCall:
         self._own_word = b""
         self._answered: list[str] = []
         """On the first rank: keys of answers that a late rank may still want."""
-        self._heard: list[str] = []
-        """On the first rank: keys of answers that every rank has heard."""
+        self._of_no_use: list[str] = []
+        """Keys of this rank that nobody reads any more: answers that every rank has heard, words of earlier calls."""
 
     @property
     def decides(self) -> bool:
@@ -94,7 +96,8 @@ class RollCall:
             return
         self._store.set(self._word(self._rank), word)  # type: ignore[arg-type]  # bytes are as good as str
         if self._call > 2:  # Who has come to the previous call needs no words of the one before.
-            self._store.delete_key(self._word(self._rank, before=2))
+            self._of_no_use.append(self._word(self._rank, before=2))
+            self._delete()
 
     def words(self) -> list[bytes]:
         """What each rank said, in their order.
@@ -107,7 +110,7 @@ class RollCall:
         except RuntimeError as error:
             raise self._missing(error) from None
         # All have come to this call, so they have heard the answers to those before.
-        self._heard, self._answered = self._heard + self._answered, []
+        self._of_no_use, self._answered = self._of_no_use + self._answered, []
         return [self._own_word, *words]
 
     def claim(self) -> bytes | None:
@@ -125,9 +128,7 @@ class RollCall:
         if answer == _CLAIMED:
             answer = self._put("verdict", verdict)
             self._answered.append(self._key("verdict"))
-        for key in self._heard:  # Only now: the others have waited for the verdict, and nobody waits for this.
-            self._store.delete_key(key)
-        self._heard = []
+        self._delete()  # Only now: the others have waited for the verdict, and nobody waits for this.
         return answer
 
     def verdict(self, refuse: Callable[[MissingRanks], bytes]) -> bytes:
@@ -155,6 +156,13 @@ class RollCall:
                 if missing.ranks and not for_absent:
                     return missing
         return missing
+
+    def _delete(self) -> None:
+        """Delete the keys that are of no use, once they are several."""
+        if len(self._of_no_use) >= KEYS_KEPT:
+            for key in self._of_no_use:
+                self._store.delete_key(key)
+            self._of_no_use = []
 
     def _put(self, what: str, value: bytes) -> bytes:
         """What a key of this call holds: `value`, unless something is there."""

@@ -20,6 +20,7 @@ from roll.protocol import (
     MicroBatchPlan,
     MissingRanks,
     RollCall,
+    delivery,
 )
 from tests.protocol.virtual_time import Clock, VirtualStore
 
@@ -150,10 +151,10 @@ def test_the_leaders_metrics_are_not_given_to_others() -> None:
 
 
 def test_memory_that_a_leader_lacks_is_heard_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    def to(self: DataProto, device: Any) -> DataProto:
+    def tensor_dict(*arguments: Any) -> TensorDict:
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(DataProto, "to", to)
+    monkeypatch.setattr(delivery, "tensor_dict", tensor_dict)
     for heard in deliver_on_four(lambda rank: batch_of()):
         assert isinstance(heard, ValueError) and "OutOfMemoryError: no memory" in str(heard)
 
