@@ -36,7 +36,7 @@ def broadcast_obj(obj: Any, group: dist.ProcessGroup | None) -> Any:
     return obj if dist.get_rank(group) == 0 else pickle.loads(objects[1])
 
 
-PIECE_BYTES = 1 << 21
+PIECE_BYTES = 1 << 24
 """Size of a piece of a broadcast of bytes: a rank passes on one piece while it receives the next."""
 
 
