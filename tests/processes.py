@@ -12,11 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
-
-T = TypeVar("T")
 
 PATIENCE_S = 1200.0
 """How long anything is waited for: far longer than it takes on a busy machine, so that only a hang exceeds it."""
@@ -37,21 +34,6 @@ def wait_until(
             raise AssertionError(f"exit status {process.returncode}\n{said}")
         assert time.monotonic() < deadline, f"did not happen within {PATIENCE_S:g} s"
         time.sleep(0.05)
-
-
-RAY_GAVE_UP = "The current node timed out during startup"
-"""Said by Ray where one of its own processes takes more than 30 s to start: a limit that no setting of Ray changes."""
-
-
-def started_ray(start: Callable[[], T], attempts: int = 5) -> T:
-    """The value of `start`, which starts a Ray; it is called again where Ray has not waited for a busy machine."""
-    for _ in range(attempts - 1):
-        try:
-            return start()
-        except Exception as error:
-            if RAY_GAVE_UP not in str(error):
-                raise
-    return start()
 
 
 def processes_of(pids: Iterable[int]) -> list[psutil.Process]:

@@ -12,11 +12,14 @@ import socket
 import subprocess
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import ray
 
 from roll.config import ConfigError, Problem
+
+T = TypeVar("T")
 
 ENVIRONMENT = "RAY_ADDRESS"
 JOB_ENVIRONMENT = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -26,6 +29,8 @@ QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
 FREE_AT_ONCE: dict[str, Any] = {"free_objects_batch_size": 1}
 """Has a Ray of our own free an object as soon as nobody refers to it. By default it frees a hundred at once, or once in
 a second: buckets of weights would pile up. For a cluster it is RAY_free_objects_batch_size=1 at `ray start`."""
+GAVE_UP = "The current node timed out during startup"
+"""Ray's words where its own processes take more than 30 s to start. It has no setting for this time."""
 PROBE = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR')"
 
 
@@ -50,11 +55,22 @@ def start_ray(address: str | None, num_cpus: int, timeout_s: float = 25.0) -> bo
     if wanted == "local":
         cpus = max(num_cpus, os.cpu_count() or 1)
         own: dict[str, Any] = {"include_dashboard": False, "_system_config": FREE_AT_ONCE}
-        ray.init(address="local", num_cpus=cpus, **own, **QUIET)
+        started(lambda: ray.init(address="local", num_cpus=cpus, **own, **QUIET))
     else:
         check_cluster(setting, wanted, timeout_s)
         ray.init(address=wanted, **QUIET)
     return True
+
+
+def started(start: Callable[[], T], attempts: int = 5) -> T:
+    """The value of `start`, which starts a Ray; it is called again where Ray did not wait for a busy machine."""
+    for _ in range(attempts - 1):
+        try:
+            return start()
+        except Exception as error:
+            if GAVE_UP not in str(error):
+                raise
+    return start()
 
 
 def check_cluster(setting: str, address: str, timeout_s: float) -> None:

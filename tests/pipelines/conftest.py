@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from roll.workers.connection import started
 from tests.pipelines.small_run import run
-from tests.processes import end, started_ray, wait_until
+from tests.processes import end, wait_until
 
 RAY = str(Path(sys.executable).with_name("ray"))
 
@@ -31,7 +32,7 @@ class Head:
 @pytest.fixture(scope="session")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     """The README's way onto a cluster."""
-    process, said = started_ray(partial(start_head, tmp_path_factory.mktemp("ray") / "head.log"))
+    process, said = started(partial(start_head, tmp_path_factory.mktemp("ray") / "head.log"))
     try:
         yield Head(said_in(said, r"ray start --address='([^']+)'"), said_in(said, r"RAY_API_SERVER_ADDRESS='([^']+)'"))
     finally:

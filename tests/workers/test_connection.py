@@ -1,4 +1,4 @@
-"""Clusters that are not there: known in time, with their address, in our words."""
+"""Clusters that are not there, known in time, with their address, in our words; and a Ray that did not start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from roll.config import ConfigError
-from roll.workers.connection import check_cluster, start_ray
+from roll.workers.connection import GAVE_UP, check_cluster, start_ray, started
 
 
 @pytest.fixture(autouse=True)
@@ -110,3 +110,45 @@ def test_a_port_where_something_else_listens() -> None:
         finally:
             server.shutdown()
             thread.join()
+
+
+def test_a_ray_that_gave_up_on_a_busy_machine_is_started_again() -> None:
+    outcomes = iter([Exception(f"{GAVE_UP}. This"), AssertionError(f"exit status 1\n{GAVE_UP}"), None])
+    calls = []
+
+    def start() -> str:
+        calls.append(1)
+        outcome = next(outcomes)
+        if outcome is not None:
+            raise outcome
+        return "Ray"
+
+    assert started(start) == "Ray" and len(calls) == 3
+
+
+@pytest.mark.parametrize(("said", "calls"), [("no port is free", 1), (GAVE_UP, 3)])
+def test_another_error_and_the_last_one_are_raised(said: str, calls: int) -> None:
+    made = []
+
+    def start() -> None:
+        made.append(1)
+        raise RuntimeError(said)
+
+    with pytest.raises(RuntimeError, match=said):
+        started(start, attempts=3)
+    assert len(made) == calls
+
+
+def test_a_local_ray_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = iter([Exception(GAVE_UP), None])
+    asked = []
+
+    def init(address: str, **options: object) -> None:
+        asked.append(address)
+        outcome = next(outcomes)
+        if outcome is not None:
+            raise outcome
+
+    monkeypatch.setattr("ray.init", init)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert start_ray(None, num_cpus=1) and asked == ["local", "local"]
