@@ -48,7 +48,7 @@ sft-text: $(STAMP) ## the same on the text of this repository
 	$(BIN)/python examples/run_sft.py --config examples/sft_text_cpu.yaml $(ARGS)
 
 test: $(STAMP) ## the whole test suite
-	@# Some hundred processes load this code, and none may write beside it.
+	@# Once: the tests start some hundred processes.
 	$(BIN)/python -m compileall -q $(CODE)
 	$(BIN)/python -m pytest -n $(PROCESSES) --max-worker-restart 0 $(ARGS)
 

@@ -31,10 +31,10 @@ Times = dict[str, list[float]]
 
 
 def batch_of(megabytes: float) -> DataProto:
-    """64 rows with what a policy step reads; ids and masks are int64, per-token results fp32."""
+    """64 rows with what a policy step reads: ids and masks int64, results fp32, one of them a slice."""
     columns = int(megabytes * 1e6 / 64 / (3 * 8 + 2 * 4))
     tensors = {name: torch.randint(0, 2, (64, columns)) for name in ("input_ids", "attention_mask", "response_mask")}
-    tensors |= {name: torch.randn(64, columns) for name in ("log_probs", "advantages")}
+    tensors |= {"advantages": torch.randn(64, columns), "log_probs": torch.randn(64, columns + 1)[:, 1:]}
     return DataProto.from_dict(tensors)
 
 

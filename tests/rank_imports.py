@@ -1,6 +1,6 @@
-"""Modules that every rank of the pool has when it starts: its process is a fork of one that has imported them.
+"""Modules that the pool imports once, before it forks its ranks.
 
-None of them starts a thread when it is imported, since a fork has none of the threads.
+None of them may start a thread when it is imported, since a fork has none of the threads.
 """
 
 from __future__ import annotations
@@ -14,4 +14,4 @@ import transformers  # noqa: F401
 import roll.models.transformers_model
 import roll.strategies.megatron_train  # noqa: F401
 
-gc.freeze()  # Ranks neither look at these objects nor copy their memory when they collect garbage.
+gc.freeze()  # Ranks skip these objects when they collect garbage, so their memory stays shared.

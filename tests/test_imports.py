@@ -42,6 +42,8 @@ def loaded_by(statement: str, candidates: list[str]) -> list[str]:
         ("import roll.parallel", ["ray", "transformers"]),
         ("import roll.parallel.sequence", ["ray", "megatron", "transformers"]),
         ("import roll.strategies", ["ray"]),
+        ("from roll.data.tasks import ReasoningTask", ["reasoning_gym", "matplotlib"]),
+        ("from roll.workers.model_roles import ActorWorker", ["reasoning_gym", "matplotlib"]),
         ("from roll.strategies import MegatronInferStrategy, MegatronTrainStrategy", ["ray"]),
     ],
 )

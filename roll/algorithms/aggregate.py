@@ -29,8 +29,8 @@ def total_loss(terms: Sequence[LossTerm], data: DataProto, output: ModelOutput) 
 
     Metrics of the terms are parts of means over the tokens of the step, whatever divides the loss.
 
-    Raises ValueError as `aggregate_loss` does, and if two terms give one name to their metrics, or a term one of
-    `STEP_METRICS`.
+    Raises ValueError as `aggregate_loss` does, and if two terms give one name to their metrics, or a term gives
+    one of its metrics a name of `STEP_METRICS`.
     """
     assert data.normalizers is not None
     mask = data["response_mask"][:, 1:]

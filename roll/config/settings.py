@@ -89,7 +89,7 @@ class Settings(BaseModel, metaclass=_RefusesInOurWords):
 
 
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
-"""A seed of a run. The seeds that are made from it for steps and rows fit what torch takes."""
+"""A seed. torch takes seeds below 2**64, and those of steps and rows are made from it by multiples of large numbers."""
 
 S = TypeVar("S", bound=Settings)
 

@@ -47,7 +47,7 @@ def as_rows(
     Returns:
         `input_ids`, `attention_mask` and `response_mask` (1 where tokens are learned from), `[B, P + N]` int64; and
         `with_log_probs`, `rollout_log_probs`, `[B, P + N - 1]` float32: index t speaks of token t + 1, and is 0 where
-        that is not learned, and NaN where it is, but no engine sampled it: a learned turn of an environment.
+        that is not learned from, and NaN where it is, but no engine sampled it (a learned turn of an environment).
 
     Raises:
         ValueError: a prompt has more than P tokens, or a continuation more than N.

@@ -40,7 +40,8 @@ class Outcome:
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers worth logging; a run logs their means over its episodes as `episode/NAME`. `full` is the run's own."""
+    """Numbers worth logging; a run logs their means over its episodes as `episode/NAME`. The name `full` is refused:
+    the run reports it."""
 
 
 class Environment(ABC):

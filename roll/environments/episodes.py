@@ -20,7 +20,7 @@ from roll.generation.records import Response
 T = TypeVar("T")
 
 FULL = "full"
-"""Metric of a run: whether the row of an episode was full before its environment gave an outcome."""
+"""Name of a run's metric: the share of episodes whose row was full before the environment gave an outcome."""
 
 
 class EnvironmentFailed(UserError):

@@ -96,15 +96,18 @@ class BatchDelivery:
             MissingRanks: on every rank that came: others did not, within the roll call's time.
         """
         report = RankReport.of(batch)
-        if not self._share.decides:
-            return self._receive(batch, self._hear(report))
-        decision, (batch, runs) = self._tell(
-            report, lambda reports: self._prepare(batch, reports, non_tensor, keys, check)
-        )
-        self._pass_on(runs)
-        if decision.closing:
-            self._tell(RankReport(), self._conclude)
-        return batch
+        if self._share.decides:
+            decision, (received, runs) = self._tell(
+                report, lambda reports: self._prepare(batch, reports, non_tensor, keys, check)
+            )
+            self._pass_on(runs)
+            if decision.closing:
+                self._tell(RankReport(), self._conclude)
+        else:
+            received = self._receive(batch, self._hear(report))
+        for call in filter(None, (self._share, self._leaders)):
+            call.forget()
+        return received
 
     def _receive(self, batch: DataProto, decision: Decision) -> DataProto:
         """The batch on a rank that does not lead, from the leader's decision and bytes."""
@@ -262,7 +265,7 @@ class BatchDelivery:
     # --- bytes --------------------------------------------------------------------------------------------------------
 
     def _pass_on(self, runs: Sequence[Tensor]) -> None:
-        """Along the levels: into `runs` on a rank that is not the first of its group, else out of them, if any."""
+        """Broadcast `runs` along the levels: the first rank of a group sends them, those of the others are filled."""
         for group in self._levels if runs else ():
             broadcast_bytes(runs, group)
 

@@ -30,8 +30,8 @@ PATIENCE = 4
 CLAIM_PATIENCE = 4 * PATIENCE
 """For how many it waits for the verdict on a claimed call: longer than groups wait for each other, since only a first
 rank that is lost may be given up then."""
-KEYS_KEPT = 8
-"""Keys that nobody reads any more, from which on they are deleted together: the wait for the store is one, not many."""
+KEYS_KEPT = 4
+"""Number of unused keys at which a rank deletes them. Each deletion waits for the store, the first one longest."""
 _CLAIMED = b"claimed"  # an answer that is no verdict
 
 
@@ -79,7 +79,7 @@ class RollCall:
         self._own_word = b""
         self._answered: list[str] = []
         """On the first rank: keys of answers that a late rank may still want."""
-        self._of_no_use: list[str] = []
+        self._unused: list[str] = []
         """Keys of this rank that nobody reads any more: answers that every rank has heard, words of earlier calls."""
 
     @property
@@ -90,14 +90,13 @@ class RollCall:
     def arrive(self, word: bytes) -> None:
         """Say that this rank has come to its next call."""
         self._call += 1
-        if self.decides:  # Its word stays here, and the key of all its calls needs no deleting.
+        if self.decides:  # It keeps its word in memory. In the store it only counts its calls, under one key.
             self._own_word = word
             self._store.set(self._first, str(self._call))
             return
         self._store.set(self._word(self._rank), word)  # type: ignore[arg-type]  # bytes are as good as str
         if self._call > 2:  # Who has come to the previous call needs no words of the one before.
-            self._of_no_use.append(self._word(self._rank, before=2))
-            self._delete()
+            self._unused.append(self._word(self._rank, before=2))
 
     def words(self) -> list[bytes]:
         """What each rank said, in their order.
@@ -110,7 +109,7 @@ class RollCall:
         except RuntimeError as error:
             raise self._missing(error) from None
         # All have come to this call, so they have heard the answers to those before.
-        self._of_no_use, self._answered = self._of_no_use + self._answered, []
+        self._unused, self._answered = self._unused + self._answered, []
         return [self._own_word, *words]
 
     def claim(self) -> bytes | None:
@@ -128,7 +127,6 @@ class RollCall:
         if answer == _CLAIMED:
             answer = self._put("verdict", verdict)
             self._answered.append(self._key("verdict"))
-        self._delete()  # Only now: the others have waited for the verdict, and nobody waits for this.
         return answer
 
     def verdict(self, refuse: Callable[[MissingRanks], bytes]) -> bytes:
@@ -157,12 +155,12 @@ class RollCall:
                     return missing
         return missing
 
-    def _delete(self) -> None:
-        """Delete the keys that are of no use, once they are several."""
-        if len(self._of_no_use) >= KEYS_KEPT:
-            for key in self._of_no_use:
+    def forget(self) -> None:
+        """Delete unused keys, once they are several. For the end of a call, when nobody waits for this rank."""
+        if len(self._unused) >= KEYS_KEPT:
+            for key in self._unused:
                 self._store.delete_key(key)
-            self._of_no_use = []
+            self._unused = []
 
     def _put(self, what: str, value: bytes) -> bytes:
         """What a key of this call holds: `value`, unless something is there."""
@@ -182,9 +180,9 @@ class RollCall:
         return MissingRanks(f"{self.name}: {what}", absent)
 
     def _has_come(self, rank: int) -> bool:
-        """Whether a rank has come to this call."""
+        """Return whether a rank has come to this call."""
         if rank == self.ranks[0]:
-            return self._store.add(self._first, 0) >= self._call
+            return self._store.check([self._first]) and int(self._store.get(self._first)) >= self._call
         return self._store.check([self._word(rank)])
 
     @property

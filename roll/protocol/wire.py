@@ -50,7 +50,7 @@ def total_bytes(specs: Sequence[TensorSpec]) -> int:
 
 
 LARGE_BYTES = 1 << 16
-"""Size from which a tensor is a run of its own: copying it takes longer than one more message."""
+"""Size from which a tensor is a run of its own: one more message takes less time than a copy of it."""
 
 
 def run_sizes(specs: Sequence[TensorSpec]) -> list[int]:
@@ -83,7 +83,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def unflatten(flat: Tensor, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
-    """The tensors whose values `flatten` wrote, in the order of `specs`. They are views of `flat`."""
+    """The tensors whose runs lie one after the other in `flat`, in the order of `specs`. They are views of `flat`."""
     found = {spec.name: values for spec, values in _parts(specs, flat)}
     return {spec.name: found[spec.name] for spec in specs}
 

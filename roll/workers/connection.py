@@ -29,7 +29,7 @@ QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
 FREE_AT_ONCE: dict[str, Any] = {"free_objects_batch_size": 1}
 """Has a Ray of our own free an object as soon as nobody refers to it. By default it frees a hundred at once, or once in
 a second: buckets of weights would pile up. For a cluster it is RAY_free_objects_batch_size=1 at `ray start`."""
-GAVE_UP = "The current node timed out during startup"
+GAVE_UP = ("The current node timed out during startup", "Timed out waiting for node info")
 """Ray's words where its own processes take more than 30 s to start. It has no setting for this time."""
 PROBE = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR')"
 
@@ -68,7 +68,7 @@ def started(start: Callable[[], T], attempts: int = 5) -> T:
         try:
             return start()
         except Exception as error:
-            if GAVE_UP not in str(error):
+            if not any(words in str(error) for words in GAVE_UP):
                 raise
     return start()
 

@@ -7,7 +7,8 @@ import json
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from roll.config import (
 )
 from roll.generation.batches import ROW_SEEDS_APART
 from roll.pipelines.episodes import ROUND_SEEDS_APART
+from roll.pipelines.rl import RLPipeline
 from roll.pipelines.rl_config import RLConfig
 
 SECTIONS = [value for value in vars(roll_config).values() if isinstance(value, type) and issubclass(value, Settings)]
@@ -125,7 +127,7 @@ def test_strategy_settings_by_hand(tmp_path: Path) -> None:
 def test_seeds_that_are_made_from_the_largest_seed_fit_torch(base: Path) -> None:
     largest = 2**31 - 1
     config = load_config(RLConfig, base, [f"seed={largest}", f"task.seed={largest}"])
-    step = config.seed * 1_000_003 + 10**6
+    step = RLPipeline._seed(cast(RLPipeline, SimpleNamespace(config=config)), 10**6)
     torch.manual_seed(step + 2**20 * ROW_SEEDS_APART + 64 * ROUND_SEEDS_APART)
     with pytest.raises(ConfigError, match=r"^seed: must be less than 2147483648, got 2147483648$"):
         load_config(RLConfig, base, [f"seed={largest + 1}"])

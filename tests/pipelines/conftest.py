@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from roll.workers.connection import started
@@ -43,15 +45,29 @@ def start_head(log_file: Path) -> tuple[subprocess.Popen[str], str]:
     """`ray start --head`, here at ports that the system chooses; its process, and what it has printed."""
     command = [RAY, "start", "--head", "--block", "--num-cpus=2", "--port=0", "--node-ip-address=127.0.0.1"]
     command += ["--dashboard-port=0", "--dashboard-host=127.0.0.1", "--dashboard-agent-listen-port=0"]
-    command += ["--min-worker-port=0", "--max-worker-port=0"]
+    command += ["--min-worker-port=0", "--max-worker-port=0", f"--ray-client-server-port={(client := free_port())}"]
     with log_file.open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, start_new_session=True)
     try:
-        wait_until(lambda: "This command will now block" in log_file.read_text(), process, log_file)
+        # `--block` ends all of Ray if one of its processes has ended, and that of Ray Client is the last to be there.
+        wait_until(lambda: "will now block" in log_file.read_text() and is_taken(client), process, log_file)
     except BaseException:
         end(process)
         raise
     return process, log_file.read_text()
+
+
+def free_port() -> int:
+    """A port of this machine that nobody has now. Ray Client alone takes none that the system chooses."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def is_taken(port: int) -> bool:
+    """Whether something listens at a port of this machine."""
+    return any(each.laddr.port == port and each.status == psutil.CONN_LISTEN for each in psutil.net_connections("tcp"))
 
 
 def said_in(text: str, pattern: str) -> str:

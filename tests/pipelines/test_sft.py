@@ -137,7 +137,7 @@ RAMP_UP = "ramp_up={start: 4, increment: 4, every: 1}"
 LAYOUTS = {
     "fsp tp 2 x pp 2": ("packed", "parallel={mode: fsp, tp: 2, pp: 2}", "micro_num=8", RAMP_UP),
     "isp 2 x 2 x dp 2": ("packed", "parallel={mode: isp, sp: 2, wp: 2}", "micro_num=4", RAMP_UP.replace("4", "2")),
-    "mtp tp 2 x pp 2": ("rows", "parallel={mode: mtp, tp: 2, pp: 2}", "micro_num=8"),
+    "mtp tp 2 x dp 2": ("rows", "parallel={mode: mtp, tp: 2}", "micro_num=4"),
 }
 SINGLE = {"packed": ("micro_num=8", RAMP_UP), "rows": ("micro_num=8",)}
 

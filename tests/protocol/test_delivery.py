@@ -48,7 +48,7 @@ def report(data: DataProto) -> dict[str, Any]:
 
 
 def receive(leader: int, non_tensor: bool, few_bytes: int) -> list[dict[str, Any]]:
-    """A batch, a larger one, one without rows and one without bytes: each from the same memory of the leader.
+    """A batch, a larger one, one without rows and one without bytes, one after the other.
 
     Those of more than `few_bytes` go in pieces of 16 bytes.
     """

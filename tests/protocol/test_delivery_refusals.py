@@ -32,7 +32,11 @@ def batch_of(rows: int = 2, **meta: Any) -> DataProto:
 
 
 def deliver_on_four(
-    brings: Callable[[int], Any], *, timeout_s: float = 20.0, late: dict[int, float] | None = None
+    brings: Callable[[int], Any],
+    *,
+    timeout_s: float = 20.0,
+    late: dict[int, float] | None = None,
+    rows: str = "object_store",
 ) -> list[Any]:
     """What each of four ranks gets, or raises: ranks 0 1 and 2 3 share a batch, 0 and 2 lead; all have rows.
 
@@ -46,7 +50,7 @@ def deliver_on_four(
         leader = rank - rank % 2
         share = RollCall(store.clone(), [leader, leader + 1], rank, f"dp {leader // 2}", timeout_s)
         leaders = RollCall(store.clone(), [0, 2], rank, "leaders", 2 * timeout_s) if rank == leader else None
-        way = BatchDelivery(share, [], leaders=leaders, device=CPU, rows=ROW_DELIVERIES["object_store"])
+        way = BatchDelivery(share, [], leaders=leaders, device=CPU, rows=ROW_DELIVERIES[rows])
         batch = brings(rank)
         clock.sleep((late or {}).get(rank, 0.0))
         try:
@@ -151,11 +155,11 @@ def test_the_leaders_metrics_are_not_given_to_others() -> None:
 
 
 def test_memory_that_a_leader_lacks_is_heard_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    def tensor_dict(*arguments: Any) -> TensorDict:
+    def as_runs(tensors: Any, specs: Any) -> list[torch.Tensor]:
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(delivery, "tensor_dict", tensor_dict)
-    for heard in deliver_on_four(lambda rank: batch_of()):
+    monkeypatch.setattr(delivery, "as_runs", as_runs)
+    for heard in deliver_on_four(lambda rank: batch_of(), rows="broadcast"):
         assert isinstance(heard, ValueError) and "OutOfMemoryError: no memory" in str(heard)
 
 

@@ -15,7 +15,7 @@ from roll.protocol.roll_call import KEYS_KEPT
 from tests.protocol.virtual_time import Clock, VirtualStore
 
 RANKS = (4, 6, 7)
-MOST_KEYS = 3 * (2 + KEYS_KEPT) + 1 + 3 + 1
+MOST_KEYS = 3 * (4 + KEYS_KEPT) + 1 + 3 + 1
 """Two calls and what may still be deleted of each rank, the first rank's count of calls, what each rank counted of its
 groups, and a key of the TCP store's own."""
 
@@ -32,13 +32,15 @@ def refuse(missing: MissingRanks) -> bytes:
     return f"refused: {missing}".encode()
 
 
-def meet(call: RollCall, word: str) -> str:
-    """One call: the first rank joins all words."""
+def meet(call: RollCall, word: str, *, claims: bool = False) -> str:
+    """One call, from its begin to its end: the first rank joins all words."""
     call.arrive(word.encode())
-    return hear(call)
+    heard = hear(call, claims=claims)
+    call.forget()
+    return heard
 
 
-def hear(call: RollCall) -> str:
+def hear(call: RollCall, *, claims: bool = False) -> str:
     """What becomes of the call that this rank has come to."""
     if not call.decides:
         return call.verdict(refuse).decode()
@@ -46,6 +48,8 @@ def hear(call: RollCall) -> str:
         verdict = b" ".join(call.words())
     except MissingRanks as missing:
         verdict = refuse(missing)
+    if claims:
+        assert call.claim() is None
     return call.decide(verdict).decode()
 
 
@@ -55,12 +59,13 @@ def together(work: dict[int, Callable[[], Any]]) -> dict[int, Any]:
 
 
 @pytest.mark.parametrize("kind", ["hash", "tcp"])
-def test_all_hear_what_the_first_makes_of_all_words_and_little_is_left_in_the_store(kind: str) -> None:
+@pytest.mark.parametrize("claims", [False, True])
+def test_all_hear_what_the_first_makes_of_all_words_and_little_is_left_in_the_store(kind: str, claims: bool) -> None:
     store = server(kind)
 
     def several(rank: int) -> list[str]:
         call = call_of(store, rank)
-        return [meet(call, f"{rank}.{number}") for number in range(40)]
+        return [meet(call, f"{rank}.{number}", claims=claims) for number in range(40)]
 
     heard = together({rank: lambda rank=rank: several(rank) for rank in RANKS})
     expected = [f"4.{n} 6.{n} 7.{n}" for n in range(40)]

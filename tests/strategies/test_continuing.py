@@ -22,7 +22,7 @@ from tests.strategies.tiny import make_batch, merge_stages, settings, weighted_n
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (1, {"name": "hf"}),
     (1, {}),
-    (2, {"mode": "fsp", "tp": 2}),
+    (2, {"mode": "msp", "tp": 2}),
     (2, {"mode": "isp", "sp": 2, "wp": 2}),
     (2, {"pp": 2}),
     (2, {"cp": 2, "cp_comm": "ring"}),

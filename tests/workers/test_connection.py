@@ -113,7 +113,7 @@ def test_a_port_where_something_else_listens() -> None:
 
 
 def test_a_ray_that_gave_up_on_a_busy_machine_is_started_again() -> None:
-    outcomes = iter([Exception(f"{GAVE_UP}. This"), AssertionError(f"exit status 1\n{GAVE_UP}"), None])
+    outcomes = iter([Exception(f"{GAVE_UP[0]}. This"), AssertionError(f"exit status 1\n{GAVE_UP[1]}"), None])
     calls = []
 
     def start() -> str:
@@ -126,7 +126,7 @@ def test_a_ray_that_gave_up_on_a_busy_machine_is_started_again() -> None:
     assert started(start) == "Ray" and len(calls) == 3
 
 
-@pytest.mark.parametrize(("said", "calls"), [("no port is free", 1), (GAVE_UP, 3)])
+@pytest.mark.parametrize(("said", "calls"), [("no port is free", 1), (GAVE_UP[0], 3)])
 def test_another_error_and_the_last_one_are_raised(said: str, calls: int) -> None:
     made = []
 
@@ -140,7 +140,7 @@ def test_another_error_and_the_last_one_are_raised(said: str, calls: int) -> Non
 
 
 def test_a_local_ray_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    outcomes = iter([Exception(GAVE_UP), None])
+    outcomes = iter([Exception(GAVE_UP[0]), None])
     asked = []
 
     def init(address: str, **options: object) -> None:
