@@ -6,7 +6,7 @@ import difflib
 import importlib
 import pkgutil
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 from roll.errors import UserError
@@ -48,6 +48,13 @@ def subclass_of(base: type, found: object, called: str) -> Any:
     if lacking:
         raise UserError(f"{called} lacks {listed(lacking, 'and')}, which {wanted} asks for")
     return found
+
+
+def check_names(called: str, **declared: object) -> None:
+    """Raise UserError, which begins with `called`, unless each declaration of a user's class is a set of names."""
+    for what, names in declared.items():
+        if not isinstance(names, Set) or not all(isinstance(name, str) for name in names):
+            raise UserError(f"{called}: {what} must be a set of names, got {names!r}")
 
 
 def find_class(name: str, base: type, package: str, constant: str, shared: frozenset[str], kind: str) -> Any:

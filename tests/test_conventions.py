@@ -31,6 +31,7 @@ MAY_CATCH_EVERYTHING: dict[str, str] = {
     "roll/protocol/delivery.py": "whatever keeps a leader from sending, for the ranks that wait for it",
     "roll/protocol/delivery_messages.py": "whatever is wrong with a batch, for the ranks that wait for it",
     "roll/protocol/equality.py": "the `==` of a user's class, whatever it raises, for the name of the field",
+    "roll/workers/connection.py": "the start of Ray, whose error has no class of its own",
     "roll/workers/worker.py": "a role's method, whose traceback goes to the driver",
 }
 

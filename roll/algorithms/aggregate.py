@@ -9,14 +9,15 @@ Shapes: B rows, S padded length.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from roll.algorithms.loss_term import STEP_METRICS, LossTerm, Normalizer, check_normalizer
+from roll.algorithms.loss_term import STEP_METRICS, LossTerm, Normalizer, TokenLoss, check_normalizer
 from roll.algorithms.masking import masked_mean, masked_sum
 from roll.errors import UserError
+from roll.protocol.field_names import UnknownName
 from roll.protocol.normalizers import LossNormalizers
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def total_loss(terms: Sequence[LossTerm], data: DataProto, output: ModelOutput) 
     losses: list[Tensor] = []
     metrics: dict[str, Tensor] = {}
     for term in terms:
-        per_token, diagnostics = term.function(data, output)
+        per_token, diagnostics = _answer(term, data, output, mask)
         losses.append(term.weight * aggregate_loss(per_token, mask, data.normalizers, term.per))
         if twice := metrics.keys() & diagnostics.keys():
             raise UserError(f"two terms of a loss have a metric named {', '.join(sorted(twice))}")
@@ -45,6 +46,24 @@ def total_loss(terms: Sequence[LossTerm], data: DataProto, output: ModelOutput) 
             raise UserError(f"a term of a loss has a metric named {', '.join(sorted(taken))}, as the step itself has")
         metrics |= {name: aggregate_loss(value.detach(), mask, data.normalizers) for name, value in diagnostics.items()}
     return sum(losses[1:], start=losses[0]), metrics
+
+
+def _answer(term: LossTerm, data: DataProto, output: ModelOutput, mask: Tensor) -> TokenLoss:
+    """What a term gives for a micro-batch. Raises ValueError, with the term's function, if it is no TokenLoss."""
+    called = getattr(term.function, "func", term.function)
+    what = f"loss term {getattr(called, '__qualname__', called)}"
+    try:
+        given = term.function(data, output)
+    except UnknownName as error:
+        raise UserError(f"{what} reads a field that its `reads` does not name: {error}") from error
+    if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping)):
+        raise UserError(f"{what} must give a loss per token and a dict of metrics, got a {type(given).__name__}")
+    per_token, metrics = given
+    for name, values in {"its loss": per_token, **metrics}.items():
+        if not isinstance(values, Tensor) or values.shape != mask.shape:
+            shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise UserError(f"{what}: {name} must be a tensor {list(mask.shape)}, a value per token; got {shape}")
+    return per_token, dict(metrics)
 
 
 def aggregate_loss(

@@ -70,7 +70,7 @@ class Algorithm(ABC):
     @property
     @abstractmethod
     def reads(self) -> Set[str]:
-        """Fields of the batch that `credit` reads; loss terms declare their own."""
+        """Fields of the batch that `credit` reads, which is given no others; loss terms declare their own."""
 
     @property
     @abstractmethod
@@ -88,7 +88,10 @@ class Algorithm(ABC):
 
     @abstractmethod
     def losses(self) -> Mapping[str, Sequence[LossTerm]]:
-        """The terms of the loss of each role that is trained, in the order in which the roles take a mini-batch."""
+        """The terms of the loss of each role that is trained, in the order in which the roles take a mini-batch.
+
+        Asked for in every step, so that weights may adapt; roles and fields stay those of the first time.
+        """
 
     def trains(self, role: str, step: int) -> bool:
         """Whether the role is trained in this step, counted from 1."""

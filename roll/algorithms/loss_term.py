@@ -45,6 +45,10 @@ class LossTerm:
 
     def __post_init__(self) -> None:
         check_normalizer(self.per)
+        if isinstance(self.reads, str) or not all(isinstance(name, str) for name in self.reads):
+            raise UserError(f"reads of a term is a set of names of fields, got {self.reads!r}")
+        if not math.isfinite(self.weight):
+            raise UserError(f"the weight of a term must be finite, got {self.weight}")
 
 
 def check_normalizer(per: Normalizer) -> None:

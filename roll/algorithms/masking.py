@@ -22,7 +22,7 @@ def check_same_shape(**tensors: Tensor) -> None:
         raise UserError(f"these tensors must have one shape: {shapes}")
 
 
-def check_finite(mask: Tensor | None = None, **tensors: Tensor) -> None:
+def check_finite(mask: Tensor | None = None, /, **tensors: Tensor) -> None:
     """Raise ValueError if a named tensor has a NaN or an infinity where the mask keeps it: its name, row and value.
 
     For what is computed once a step from the outside (rewards, advantages). Losses check nothing: a fault there shows

@@ -7,7 +7,7 @@ import pkgutil
 from pathlib import Path
 
 from roll.algorithms.algorithm import Algorithm, AlgorithmSettings
-from roll.named import load_named, subclass_of, unknown_name
+from roll.named import check_names, load_named, subclass_of, unknown_name
 
 SHARED = frozenset(
     {
@@ -54,5 +54,7 @@ def settings_of(name: str) -> type[AlgorithmSettings]:
 
 
 def make_algorithm(settings: AlgorithmSettings) -> Algorithm:
-    """The algorithm that these settings name."""
-    return find_algorithm(settings.name)(settings)
+    """The algorithm that these settings name. Raises UserError if it declares roles or fields that are no set."""
+    algorithm = find_algorithm(settings.name)(settings)
+    check_names(f"algorithm {settings.name!r}", roles=algorithm.roles, reads=algorithm.reads, makes=algorithm.makes)
+    return algorithm

@@ -94,7 +94,10 @@ class Generator(ABC):
 
     def sleep(self) -> None:
         """Free memory until `wake`; the weights are gone then. Raises UserError if this engine cannot."""
+        from roll.platform import get_platform
+
         self.free()
+        get_platform().empty_cache()  # For the roles that share the device, which are other processes.
         self.version, self._asleep, self._lack = None, True, "it sleeps"
 
     def wake(self) -> None:

@@ -66,6 +66,10 @@ def _problems(config: RLConfig, algorithm: Algorithm) -> Iterator[Problem]:
     for field in sorted(algorithm.makes & {*TOKENS}):
         yield Problem("algorithm.name", f"{name}'s credit makes {field!r}, which the role rollout makes")
     losses = algorithm.losses()
+    if not _are_losses(losses):
+        text = f"{name}'s losses must give a list of LossTerm for each role, got {losses!r}"
+        yield Problem("algorithm.name", text)
+        return
     if not losses:
         yield Problem("algorithm.name", f"{name}'s losses train no role")
     readers: list[tuple[str, Set[str]]] = [("credit", algorithm.reads - there)]
@@ -84,6 +88,12 @@ def _problems(config: RLConfig, algorithm: Algorithm) -> Iterator[Problem]:
     for reader, missing in readers:
         for field in sorted(missing):
             yield Problem("algorithm.name", f"{name}'s {reader} reads {field!r}, {_maker(field, config)}")
+
+
+def _are_losses(losses: object) -> bool:
+    return isinstance(losses, Mapping) and all(
+        isinstance(terms, Sequence) and all(isinstance(term, LossTerm) for term in terms) for terms in losses.values()
+    )
 
 
 def _maker(field: str, config: RLConfig) -> str:

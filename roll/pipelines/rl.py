@@ -13,13 +13,12 @@ import ray
 import torch
 from rich.console import Console
 
-from roll.algorithms import Credit
 from roll.algorithms.loss_term import TOKENS
 from roll.algorithms.registry import find_algorithm, make_algorithm
 from roll.config import dump_config
 from roll.data.micro_batches import with_plan
 from roll.data.prompts import PromptSampler
-from roll.pipelines.credit import with_credit
+from roll.pipelines.credit import readable, with_credit
 from roll.pipelines.data_flow import MADE_BY, fields_of
 from roll.pipelines.episodes import EpisodePlayer, RowLimits
 from roll.pipelines.prompt_data import PromptData
@@ -86,8 +85,8 @@ class RLPipeline:
         self.config, self.data, self.roles, self.tracker = config, data, roles, tracker
         self.prompts = PromptSampler(len(data.train), config.prompts_per_step, config.seed)
         self.algorithm = make_algorithm(config.algorithm)
-        self.losses = self.algorithm.losses()
-        self.read = self.algorithm.reads | {name for terms in self.losses.values() for name in fields_of(terms)}
+        learned_from = {name for terms in self.algorithm.losses().values() for name in fields_of(terms)}
+        self.read = self.algorithm.reads | (learned_from - self.algorithm.makes)
         self.episodes = EpisodePlayer(roles.rollout, roles.reward, RowLimits.of(config, data.tokenizer))
         self.weights = WeightSync(roles.actor, roles.rollout, int(config.rollout.weight_bucket_mb * 2**20))
 
@@ -110,9 +109,10 @@ class RLPipeline:
         """One step; its metrics, and the number of tokens in its batch."""
         batch, episode_metrics = self.sample(step)
         batch = self.look_up(batch)
-        credit = self.algorithm.credit(batch)
+        credit = self.algorithm.credit(readable(batch, self.algorithm.reads))
+        learnable = with_credit(batch, credit, self.algorithm.makes)
         self.algorithm.observe(credit.metrics, len(batch))
-        metrics = step_metrics(self.learn(step, batch, credit), batch, credit.metrics) | episode_metrics
+        metrics = step_metrics(self.learn(step, learnable), batch, credit.metrics) | episode_metrics
         self.sync_weights()
         self.record_samples(step, batch)
         return metrics, int(batch["attention_mask"].sum())
@@ -145,10 +145,9 @@ class RLPipeline:
                 batch = batch.update({"ref_log_probs": reference.result()["log_probs"]})
             return batch if values is None else batch.union(values.result())
 
-    def learn(self, step: int, batch: DataProto, credit: Credit) -> StepMetrics:
+    def learn(self, step: int, batch: DataProto) -> StepMetrics:
         """The optimizer steps of this step: `epochs` passes over the batch in mini-batches."""
-        batch = with_credit(batch, credit, self.algorithm.makes)
-        losses = {role: terms for role, terms in self.losses.items() if self.algorithm.trains(role, step)}
+        losses = {role: terms for role, terms in self.algorithm.losses().items() if self.algorithm.trains(role, step)}
         fields = {name for terms in losses.values() for name in fields_of(terms)}
         updates: dict[str, list[StepMetrics]] = {role: [] for role in losses}
         config = self.config

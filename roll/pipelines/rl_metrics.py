@@ -22,9 +22,12 @@ def step_metrics(updates: StepMetrics, batch: DataProto, credit: Mapping[str, fl
     Where updates and responses both have `entropy`, it is the sampling policy's: the updates' is a mean over later
     policies.
 
-    Raises ValueError if credit has a name of the others.
+    Raises ValueError if updates have another name of the responses' metrics, or credit one of either.
     """
-    metrics = updates | response_metrics(batch)
+    responses = response_metrics(batch)
+    if twice := (updates.keys() & responses.keys()) - {"entropy"}:
+        raise UserError(f"a loss has metrics named {', '.join(sorted(twice))}, which the step itself reports")
+    metrics = updates | responses
     if twice := metrics.keys() & credit.keys():
         raise UserError(f"credit has metrics named {', '.join(sorted(twice))}, which the step itself reports")
     return metrics | dict(credit)
@@ -50,11 +53,15 @@ def update_metrics(updates: Mapping[str, Sequence[StepMetrics]]) -> StepMetrics:
     """Means over the optimizer steps of each role, the actor's under plain names, those of others under `role/`.
 
     A metric's mean is over the steps that have it: a skipped one reports little.
+
+    Raises ValueError if two roles have metrics of one name.
     """
     means: StepMetrics = {}
     for role, steps in updates.items():
         prefix = "" if role == "actor" else f"{role}/"
         for name in dict.fromkeys(name for step in steps for name in step):
+            if prefix + name in means:
+                raise UserError(f"two roles have a metric named {prefix + name}")
             means[prefix + name] = float(np.mean([step[name] for step in steps if name in step]))
     return means
 

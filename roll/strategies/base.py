@@ -7,7 +7,7 @@ S padded length, b rows of one micro-batch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -131,3 +131,9 @@ class TrainStrategy(InferenceStrategy):
         Raises:
             ValueError: writing it would delete anything but an older model folder; nothing has been written.
         """
+
+
+def different_names(parts: Iterable[Iterable[str]]) -> str:
+    """The message about micro-batches whose metrics have different names."""
+    kinds = sorted({", ".join(sorted({*part} - {"loss"})) or "none" for part in parts})
+    return f"a loss has the same metrics in all micro-batches on all ranks; this rank has {' and '.join(kinds)}"

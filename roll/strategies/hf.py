@@ -30,7 +30,7 @@ from roll.models.transformers_model import (
 from roll.models.weight_rules import is_trained
 from roll.platform import get_platform
 from roll.protocol import DataProto, check_model_batch, count_loss_tokens
-from roll.strategies.base import Metrics, TrainStrategy, check_response_mask
+from roll.strategies.base import Metrics, TrainStrategy, check_response_mask, different_names
 from roll.strategies.buckets import in_buckets
 from roll.strategies.learning_rate import learning_rate
 from roll.strategies.master_weights import MasterWeights
@@ -166,6 +166,8 @@ class HfStrategy(TrainStrategy):
             loss, metrics = loss_func(micro_batch.with_normalizers(normalizers), self.inner_forward_step(micro_batch))
             loss.backward()
             trained.collect()
+            if totals and totals.keys() != {*metrics, "loss"}:
+                raise UserError(different_names([totals, {**metrics, "loss": loss}]))
             for name, value in (metrics | {"loss": loss}).items():
                 totals[name] = totals.get(name, 0.0) + float(torch.as_tensor(value).detach())
         grad_norm = trained.clip()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
@@ -29,7 +30,7 @@ from roll.parallel.degrees import ParallelDegrees
 from roll.parallel.state import ParallelState
 from roll.platform import get_platform
 from roll.protocol import BROADCAST, DataProto, RowDelivery, check_model_batch
-from roll.strategies.base import InferenceStrategy, Metrics
+from roll.strategies.base import InferenceStrategy, Metrics, different_names
 from roll.strategies.data_input import batch_delivery
 from roll.strategies.micro_batch import Data, MicroBatch, Output, RowMicroBatch
 from roll.strategies.output import ForwardFunc, check_head
@@ -181,10 +182,20 @@ class MegatronInferStrategy(InferenceStrategy):
         return tokens, count_labels(tokens, self.state, self.model_config.vocab_size, self.device)
 
     def _sum_metrics(self, parts: list[dict[str, Tensor]], group: ProcessGroup) -> Metrics:
-        """Metrics of all micro-batches of all ranks of `group`; empty on stages that compute no loss."""
+        """Metrics of all micro-batches of all ranks of `group`; empty on stages that compute no loss.
+
+        Raises ValueError, on every rank of the group, if micro-batches have metrics of different names.
+        """
         if not parts:
             return {}
-        names = sorted(parts[0])
+        kinds = sorted({tuple(sorted(part)) for part in parts})
+        # Sums of other names would be added up, or wait for ranks that have fewer.
+        code = zlib.crc32(repr(kinds).encode())
+        extremes = torch.tensor([code, -code], dtype=torch.int64, device=self.device)
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+        if len(kinds) > 1 or extremes[0] != -extremes[1]:
+            raise UserError(different_names(kinds))
+        names = kinds[0]
         totals = torch.stack([torch.stack([part[name].double() for part in parts]).sum() for name in names])
         dist.all_reduce(totals, group=group)
         return dict(zip(names, totals.tolist(), strict=True))

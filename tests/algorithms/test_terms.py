@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -116,6 +117,31 @@ def test_a_metric_that_every_step_has_is_refused() -> None:
 
     with pytest.raises(ValueError, match="a term of a loss has a metric named grad_norm, lr, as the step itself has"):
         total_loss([LossTerm(function=named_as_the_steps)], micro_batch(), Scripted())
+
+
+def reads_more(data: DataProto, output: ModelOutput) -> TokenLoss:
+    return data["returns"], {}
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda data, output: data["advantages"], r"must give a loss per token and a dict of metrics, got a Tensor"),
+        (lambda data, output: (data["advantages"].mean(), {}), r"its loss must be a tensor \[1, 2\], .*; got \[\]"),
+        (lambda data, output: (data["advantages"], {"nll": 0.5}), r"nll must be a tensor \[1, 2\], .*; got float"),
+        (reads_more, r"loss term reads_more reads a field that its `reads` does not name: the batch lacks returns"),
+    ],
+)
+def test_a_term_that_gives_something_else_is_named(function: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        total_loss([LossTerm(function=function)], micro_batch(), Scripted())
+
+
+def test_a_term_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="reads of a term is a set of names of fields, got 'advantages'"):
+        LossTerm(function=reads_more, reads="advantages")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the weight of a term must be finite, got nan"):
+        LossTerm(function=reads_more, weight=math.nan)
 
 
 @pytest.mark.parametrize("number", [0, -1.0, float("inf"), float("nan")])

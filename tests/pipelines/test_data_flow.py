@@ -135,6 +135,43 @@ def test_roles_that_a_run_does_not_have_are_refused() -> None:
         grpo_config(f"algorithm={{name: '{__name__}:NeedsTheCritic'}}")
 
 
+class ReadsAList(Plain):
+    reads = ("scores",)  # type: ignore[assignment]
+
+
+class GivesATerm(Plain):
+    def losses(self) -> Any:
+        return {"actor": policy_term(0.2, 0.2, per=1.0)}
+
+
+class ProvidesAString(Table):
+    provides = "rollout_log_probs"  # type: ignore[assignment]
+
+
+class HasADictForSettings(Table):
+    settings_type = dict  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm={{name: '{}:ReadsAList'}}", r"ReadsAList': reads must be a set of names, got \('scores',\)"),
+        ("algorithm={{name: '{}:GivesATerm'}}", "GivesATerm's losses must give a list of LossTerm for each role"),
+        (
+            "rollout.engine={{name: '{}:ProvidesAString', answers: [[2]]}}",
+            "ProvidesAString': provides must be a set of names, got 'rollout_log_probs'",
+        ),
+        (
+            "rollout.engine={{name: '{}:HasADictForSettings'}}",
+            "HasADictForSettings': settings_type must be a class of EngineSettings, got <class 'dict'>",
+        ),
+    ],
+)
+def test_a_declaration_of_another_kind_is_told(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_data_flow(grpo_config(override.format(__name__)))
+
+
 class ProvidesWhatNoResponseHas(Table):
     provides = frozenset({"routed_experts"})
 

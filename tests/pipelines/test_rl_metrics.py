@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from roll.pipelines.rl_metrics import step_metrics
+from roll.pipelines.rl_metrics import step_metrics, update_metrics
 from roll.protocol import DataProto
 
 BATCH = DataProto.from_dict(
@@ -26,3 +26,14 @@ def test_the_sampling_policys_entropy_wins() -> None:
 def test_credit_takes_no_name_of_another_metric() -> None:
     with pytest.raises(ValueError, match=r"^credit has metrics named loss, reward, which the step itself reports$"):
         step_metrics({"loss": 3.0}, BATCH, {"reward": 1.0, "loss": 1.0, "kl": 0.1})
+
+
+def test_a_loss_takes_no_name_of_another_metric() -> None:
+    with pytest.raises(ValueError, match=r"^a loss has metrics named reward, which the step itself reports$"):
+        step_metrics({"loss": 3.0, "reward": 1.0}, BATCH, {})
+    with pytest.raises(ValueError, match=r"^two roles have a metric named critic/loss$"):
+        update_metrics({"actor": [{"critic/loss": 1.0}], "critic": [{"loss": 2.0}]})
+    assert update_metrics({"actor": [{"loss": 1.0}, {"loss": 3.0}], "critic": [{"loss": 5.0}]}) == {
+        "loss": 2.0,
+        "critic/loss": 5.0,
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from functools import partial
 from pathlib import Path
@@ -10,17 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from roll.algorithms import LossTerm, cross_entropy, entropy_term, kl_term, policy_term, total_loss, value_term
 from roll.config import MicroBatchSettings, ModelConfig, OptimizerSettings, ParallelSettings
 from roll.data.micro_batches import with_plan
+from roll.errors import UserError
 from roll.parallel.state import parallel_groups
 from roll.protocol import DataProto, MicroBatchPlan
 from roll.strategies import HfStrategy, MegatronTrainStrategy
 from tests.checkpoint.folder_of_tensors import assert_same_bytes, random_tensors, read_folder, write_folder
 from tests.rank_pool import RankPool
-from tests.strategies.tiny import TINY, make_batch, merge_stages, settings, weighted_nll, write_tiny
+from tests.strategies.tiny import TINY, make_batch, merge_stages, settings, share_of, weighted_nll, write_tiny
 
 
 @pytest.fixture(scope="module")
@@ -380,6 +383,42 @@ def test_shares_that_gather_weights_together_may_need_unequal_numbers_of_micro_b
     for outcome in ranks.run(step_with_budget, folder, {"mode": "isp", "wp": 2}, world_size=2):
         assert outcome["loss"] == pytest.approx(alone["loss"], rel=1e-6)
         assert outcome["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
+
+
+def metrics_of_changing_names(folder: Path, by_rank: bool, layout: dict[str, Any]) -> str:
+    """The error of a loss whose metrics have other names on another rank, or in another micro-batch."""
+    config, calls = settings(folder, **layout), itertools.count()
+
+    def loss(data: DataProto, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        total, _ = weighted_nll(data, output)
+        odd = (dist.get_rank() if by_rank else next(calls)) % 2
+        return total, {"odd" if odd else "even": total.detach()}
+
+    if "name" in layout:
+        strategy: Any = HfStrategy(config)
+        strategy.initialize()
+        with pytest.raises(UserError) as error:
+            strategy.train_step(make_batch(), loss)
+        return str(error.value)
+    with parallel_groups(config.parallel) as state:
+        strategy = MegatronTrainStrategy(config, state)
+        strategy.initialize()
+        with pytest.raises(UserError) as error:
+            strategy.train_step(share_of(make_batch(), state.at.dp, state.degrees.dp), loss)
+        return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "by_rank", "layout"),
+    [(2, True, {}), (2, False, {}), (1, False, {}), (1, False, {"name": "hf"})],
+)
+def test_metrics_of_different_names_are_refused_on_every_rank(
+    ranks: RankPool, folder: Path, world_size: int, by_rank: bool, layout: dict[str, Any]
+) -> None:
+    layout = layout | {"micro_batch": MicroBatchSettings(rows=1)}
+    for rank, error in enumerate(ranks.run(metrics_of_changing_names, folder, by_rank, layout, world_size=world_size)):
+        here = ("even", "odd")[rank] if by_rank else "even and odd"
+        assert error == f"a loss has the same metrics in all micro-batches on all ranks; this rank has {here}"
 
 
 def refused_degrees(folder: Path, groups: dict[str, Any], layout: dict[str, Any]) -> str:
