@@ -143,6 +143,8 @@ class Generator(ABC):
         behind = [token for token in tokens[:-1] if token in sampling.end_token_ids]
         if behind:
             raise UserError(f"{where} goes on behind end token {behind[0]}")
+        if not isinstance(response.stop, Stop):
+            raise UserError(f"{where} stop must be a Stop, got {response.stop!r}")
         if (tokens[-1] in sampling.end_token_ids) != (response.stop is Stop.END):
             raise UserError(f"{where} stopped for {response.stop.value!r} at token {tokens[-1]}")
         if response.version != self.version:

@@ -76,6 +76,7 @@ def test_an_engine_of_ones_own_answers(tmp_path: Path) -> None:
         (lambda found: [replace(found[0], token_ids=(7,) * 21)], "21 tokens, of 1 to 20"),
         (lambda found: [replace(found[0], token_ids=(7,))], "response 0: stopped for 'end' at token 7"),
         (lambda found: [replace(found[0], stop=Stop.LENGTH)], "response 0: stopped for 'length' at token 2"),
+        (lambda found: [replace(found[0], stop="end")], "response 0: stop must be a Stop, got 'end'"),
         (lambda found: [replace(found[0], token_ids=(7, 2, 7, 2))], "response 0: goes on behind end token 2"),
         (lambda found: [replace(found[0], token_ids=(40, 2))], "response 0: has token 40, of a vocabulary of 40"),
         (lambda found: [replace(found[0], token_ids=(-1, 2))], "response 0: has token -1"),
