@@ -22,6 +22,7 @@ from roll.protocol import (
     RollCall,
     delivery,
 )
+from roll.protocol.roll_call import KEYS_KEPT
 from tests.protocol.virtual_time import Clock, VirtualStore
 
 CPU = torch.device("cpu")
@@ -37,20 +38,26 @@ def deliver_on_four(
     timeout_s: float = 20.0,
     late: dict[int, float] | None = None,
     rows: str = "object_store",
+    calls: int = 1,
+    held: dict[str, bytes] | None = None,
 ) -> list[Any]:
     """What each of four ranks gets, or raises: ranks 0 1 and 2 3 share a batch, 0 and 2 lead; all have rows.
 
     Args:
         late: for how long a rank lets the others wait.
+        calls: number of deliveries, of which the last one counts.
+        held: what is in the store, for the caller to see.
     """
     clock = Clock()
-    store: Any = VirtualStore(clock)
+    store: Any = VirtualStore(clock, held)
 
     def rank_of(rank: int) -> Any:
         leader = rank - rank % 2
         share = RollCall(store.clone(), [leader, leader + 1], rank, f"dp {leader // 2}", timeout_s)
         leaders = RollCall(store.clone(), [0, 2], rank, "leaders", 2 * timeout_s) if rank == leader else None
         way = BatchDelivery(share, [], leaders=leaders, device=CPU, rows=ROW_DELIVERIES[rows])
+        for _ in range(calls - 1):
+            way.deliver(brings(rank))
         batch = brings(rank)
         clock.sleep((late or {}).get(rank, 0.0))
         try:
@@ -170,3 +177,12 @@ def test_equal_meta_information_is_not_refused_and_metrics_are_each_ranks_own() 
 
     for rank, heard in enumerate(deliver_on_four(brings)):
         assert heard.meta_info["metrics"] == {"loss": [rank]}
+
+
+def test_deliveries_leave_little_in_the_store() -> None:
+    few: dict[str, bytes] = {}
+    many: dict[str, bytes] = {}
+    deliver_on_four(lambda rank: batch_of(), calls=8, held=few)
+    deliver_on_four(lambda rank: batch_of(), calls=40, held=many)
+    # Of each rank at most KEYS_KEPT unused keys: the number does not grow with the calls.
+    assert len(many) <= len(few) + 6 * KEYS_KEPT, sorted(many)
