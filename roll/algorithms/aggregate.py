@@ -49,7 +49,7 @@ def total_loss(terms: Sequence[LossTerm], data: DataProto, output: ModelOutput) 
 
 
 def _answer(term: LossTerm, data: DataProto, output: ModelOutput, mask: Tensor) -> TokenLoss:
-    """What a term gives for a micro-batch. Raises ValueError, with the term's function, if it is no TokenLoss."""
+    """Loss and metrics of a term for a micro-batch. Raises ValueError, with the term's function, for anything else."""
     called = getattr(term.function, "func", term.function)
     what = f"loss term {getattr(called, '__qualname__', called)}"
     try:

@@ -67,7 +67,7 @@ def started(start: Callable[[], T], attempts: int = 5) -> T:
     for _ in range(attempts - 1):
         try:
             return start()
-        except Exception as error:
+        except Exception as error:  # Ray's own is of no narrower type
             if not any(words in str(error) for words in GAVE_UP):
                 raise
     return start()
